@@ -1,0 +1,39 @@
+"""Shared set-up of the a2a_overlap suite: the host device, one process group per session, and the world_size marker.
+
+Run it the field's way: `torchrun --nproc-per-node N -m pytest tests/unit_tests/a2a_overlap` for N = 1, 2, 4.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+
+import pytest
+import torch
+
+import combined_1f1b.host as host
+
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def pytest_collection_modifyitems(items):
+    """Skip, with the reason, what needs another number of ranks."""
+    for item in items:
+        marker = item.get_closest_marker("world_size")
+        if marker is not None and WORLD_SIZE not in marker.args:
+            wanted = " or ".join(str(size) for size in marker.args)
+            item.add_marker(pytest.mark.skip(reason=f"needs {wanted} ranks, this run has {WORLD_SIZE}"))
+
+
+@pytest.fixture(scope="session")
+def device():
+    """The device for tensors, with the process group up: gloo on the host device, 60 s to time out."""
+    torch.set_num_threads(1)
+    with host.activate() as active_device, tempfile.TemporaryDirectory() as folder:
+        address = {} if "RANK" in os.environ else {"init_method": f"file://{folder}/store", "rank": 0, "world_size": 1}
+        torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60), **address)
+        try:
+            yield active_device
+        finally:
+            torch.distributed.destroy_process_group()
