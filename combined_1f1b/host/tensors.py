@@ -1,0 +1,125 @@
+"""Patches that make a CUDA device argument mean the CPU: factories, conversions and type names of tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _device
+
+from combined_1f1b.host.patch import Patch
+from combined_1f1b.host.streams import StreamState
+
+CPU = torch.device("cpu")
+
+# Functions besides torch's own list of device constructors that take `device`.
+_LIKE_FACTORIES = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
+_METHOD_FACTORIES = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+
+
+def redirected(device: Any) -> Any:
+    """The device to use instead: CPU for any spelling of a CUDA device (a bare int is a CUDA index), else unchanged."""
+    if isinstance(device, torch.device):
+        return CPU if device.type == "cuda" else device
+    if isinstance(device, str):
+        return CPU if device == "cuda" or device.startswith("cuda:") else device
+    if isinstance(device, int) and not isinstance(device, bool):
+        return CPU
+    return device
+
+
+def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = redirected(kwargs["device"])
+        # Page-locked memory needs a CUDA driver; pageable memory holds the same values.
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return original(*args, **kwargs)
+
+    return factory
+
+
+def _conversion(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (redirected(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = redirected(kwargs["device"])
+        return original(self, *args, **kwargs)
+
+    return to
+
+
+def _cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
+    """Stands for Tensor.cuda: the tensor is where it belongs already, as a CUDA tensor would be."""
+    return self
+
+
+def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+    return self
+
+
+def _type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            wanted = args[0] if args else kwargs.pop("dtype")
+            if isinstance(wanted, str):
+                wanted = wanted.replace("torch.cuda.", "torch.", 1)
+            return original(self, wanted, *args[1:], **kwargs)
+        name = original(self)
+        return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+
+    return type_name
+
+
+def tensor_patches(state: StreamState) -> tuple[Patch, ...]:
+    """The patches of `torch` and `torch.Tensor`.
+
+    `torch.utils._device._device_constructors()` is asked first of all: it caches the functions it finds at its first
+    call, and must never see ours, or `with torch.device(...)` would stay broken after the end of the activation.
+    """
+    constructors = sorted(
+        {
+            function.__name__
+            for function in _device._device_constructors()
+            if getattr(torch, function.__name__, None) is function
+        }
+    )
+    factories = [
+        Patch(owner=torch, name=name, value=_factory(getattr(torch, name)), reason="factory with an explicit device")
+        for name in (*constructors, *_LIKE_FACTORIES)
+    ]
+    methods = [
+        Patch(
+            owner=torch.Tensor,
+            name=name,
+            value=_factory(getattr(torch.Tensor, name)),
+            reason="factory method with an explicit device",
+        )
+        for name in _METHOD_FACTORIES
+    ]
+    return (
+        *factories,
+        *methods,
+        Patch(owner=torch.Tensor, name="to", value=_conversion(torch.Tensor.to), reason="conversion to a CUDA device"),
+        Patch(owner=torch.Tensor, name="cuda", value=_cuda, reason="conversion to a CUDA device"),
+        Patch(owner=torch.Tensor, name="pin_memory", value=_pin_memory, reason="page-locking needs a CUDA driver"),
+        Patch(
+            owner=torch.Tensor,
+            name="type",
+            value=_type_name(torch.Tensor.type),
+            reason="Megatron's optimizers sort parameters by names such as torch.cuda.BFloat16Tensor",
+        ),
+        Patch(
+            owner=torch.Tensor,
+            name="record_stream",
+            value=lambda tensor, stream: state.record_tensor(tensor, stream),
+            reason="exists for CUDA tensors only",
+        ),
+    )
