@@ -1,0 +1,249 @@
+"""Which op needs which: the one place where this is written. The waits are derived from it and the validator asks it.
+
+    forward or backward node    the node before it in the same flow
+    first backward node         the last forward node, and BEGIN_BACKWARD, of the micro-batch
+    weight gradients            their backward node
+    node that uses a unit       the unit's latest GATHER
+    node that gives gradients   the unit's latest REDUCE (the gradients of the micro-batch before have left)
+    GATHER                      the unit's latest FREE
+    FREE                        every op since the GATHER that used the unit
+    REDUCE number k of a unit   every op of micro-batch k that gives the unit gradients, and BEGIN_BACKWARD.k
+
+Nodes give gradients in the order of the micro-batches: losses and parameters then equal those of Megatron's own schedule
+bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from combined_1f1b.schedule.excerpt import bad_op
+from combined_1f1b.schedule.ops import Kind, Lane, Op
+from combined_1f1b.schedule.shape import WEIGHT_PARTS, PlanShape
+
+ISSUE_LANES = (Lane.COMPUTE, Lane.COMM, Lane.GATHER)
+"""Lanes whose streams issue ops and wait. The reduction stream is the sharding driver's."""
+
+LANE_NUMBER = {lane: number for number, lane in enumerate(ISSUE_LANES)}
+
+
+class _Unit:
+    """What happened to one FSDP unit so far. Indices of ops; -1 means never."""
+
+    __slots__ = ("free", "gather", "gathered", "held", "name", "reduce", "reductions", "users", "writers")
+
+    def __init__(self, name: str, held: bool) -> None:
+        self.name = name
+        self.held = held
+        self.gather = self.free = self.reduce = -1
+        self.gathered = False
+        self.users: dict[Lane, int] = {}  # latest user since the GATHER, by lane: a lane's order covers the others
+        self.writers: dict[int, list[int]] = {}  # micro-batch -> ops that gave gradients which are not reduced yet
+        self.reductions = 0  # of micro-batches 0 .. reductions-1
+
+
+class _Walk:
+    """Goes through a plan op by op and returns what each op depends on, or raises at the first one that lacks something."""
+
+    def __init__(self, shape: PlanShape, ops: Sequence[Op]) -> None:
+        self.shape = shape
+        self.ops = ops
+        self.nodes = [(stage.name, part) for stage in shape.stages for part in stage.parts]
+        self.position = {node: index for index, node in enumerate(self.nodes)}
+        count = shape.num_microbatches
+        self.forwards: list[list[int]] = [[] for _ in range(count)]
+        self.backwards: list[list[int]] = [[] for _ in range(count)]
+        self.weights: list[dict[int, int]] = [{} for _ in range(count)]
+        self.begun: dict[int, int] = {}
+        self.units = {name: _Unit(name, name in shape.held_units) for name in shape.gathered_units}
+        self.uses = {node: tuple(self.units[name] for name in shape.node_units[node]) for node in self.nodes}
+        reduced = set(shape.reduced_units)
+        self.gives = {node: tuple(unit for unit in units if unit.name in reduced) for node, units in self.uses.items()}
+        # How many ops of one micro-batch give a unit gradients.
+        self.givers = dict.fromkeys(reduced, 0)
+        for node, units in self.gives.items():
+            for unit in units:
+                self.givers[unit.name] += 2 if shape.delay_wgrad and node[1] in WEIGHT_PARTS else 1
+        self.handlers = {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward,
+            Kind.WEIGHT: self.weight,
+            Kind.GATHER: self.gather,
+            Kind.FREE: self.free,
+            Kind.REDUCE: self.reduce,
+            Kind.BEGIN_BACKWARD: self.begin_backward,
+        }
+
+    def node_position(self, index: int, op: Op) -> int:
+        position = self.position.get((op.stage, op.part))
+        if position is None:
+            raise bad_op(self.ops, index, "the model has no such node")
+        self.check_microbatch(index, op)
+        return position
+
+    def check_microbatch(self, index: int, op: Op) -> int:
+        assert op.microbatch is not None
+        if op.microbatch >= self.shape.num_microbatches:
+            raise bad_op(self.ops, index, f"the plan has {self.shape.num_microbatches} micro-batches")
+        return op.microbatch
+
+    def check_turn(self, index: int, op: Op, position: int, done: int, order: Sequence[tuple[str, str]]) -> None:
+        """A flow's nodes come one by one: the next one is number `done`."""
+        if position < done:
+            raise bad_op(self.ops, index, "issued a second time")
+        if position > done:
+            stage, part = order[done]
+            missing = f"{op.kind.value}{op.microbatch}.{stage}.{part}".rstrip(".")
+            raise bad_op(self.ops, index, f"needs {missing} first")
+
+    def use_units(self, index: int, op: Op, deps: list[int]) -> None:
+        for unit in self.uses[op.stage, op.part]:
+            if not unit.gathered:
+                when = f"was freed at op {unit.free}" if unit.free >= 0 else "was never gathered"
+                raise bad_op(self.ops, index, f"uses {unit.name}, which {when}")
+            deps.append(unit.gather)
+            unit.users[op.issue_lane] = index
+
+    def give_gradients(self, index: int, op: Op, microbatch: int, deps: list[int]) -> None:
+        for unit in self.gives[op.stage, op.part]:
+            if unit.reductions > microbatch:
+                raise bad_op(self.ops, index, f"gives gradients to {unit.name} after REDUCE at op {unit.reduce}")
+            # A held unit's early gradients are kept apart by the executor; those of its own stage are not.
+            if unit.reductions < microbatch and not (unit.held and op.stage != unit.name):
+                raise bad_op(
+                    self.ops,
+                    index,
+                    f"gives gradients to {unit.name} before REDUCE.{unit.name} of micro-batch {microbatch - 1}",
+                )
+            if unit.reduce >= 0:
+                deps.append(unit.reduce)
+            unit.writers.setdefault(microbatch, []).append(index)
+
+    def forward(self, index: int, op: Op) -> list[int]:
+        position = self.node_position(index, op)
+        flow = self.forwards[op.microbatch or 0]
+        self.check_turn(index, op, position, len(flow), self.nodes)
+        deps = [flow[-1]] if flow else []
+        flow.append(index)
+        self.use_units(index, op, deps)
+        return deps
+
+    def backward(self, index: int, op: Op) -> list[int]:
+        position = len(self.nodes) - 1 - self.node_position(index, op)
+        microbatch = op.microbatch or 0
+        flow = self.backwards[microbatch]
+        self.check_turn(index, op, position, len(flow), self.nodes[::-1])
+        if flow:
+            deps = [flow[-1]]
+        else:
+            if len(self.forwards[microbatch]) < len(self.nodes):
+                raise bad_op(self.ops, index, f"needs the whole forward of micro-batch {microbatch} first")
+            if microbatch not in self.begun:
+                raise bad_op(self.ops, index, f"needs BEGIN_BACKWARD.{microbatch} first")
+            deps = [self.forwards[microbatch][-1], self.begun[microbatch]]
+        if microbatch and len(self.backwards[microbatch - 1]) <= position:
+            raise bad_op(
+                self.ops, index, f"needs the same node of micro-batch {microbatch - 1} first, to add gradients in order"
+            )
+        flow.append(index)
+        self.use_units(index, op, deps)
+        self.give_gradients(index, op, microbatch, deps)
+        return deps
+
+    def weight(self, index: int, op: Op) -> list[int]:
+        position = self.node_position(index, op)
+        microbatch = op.microbatch or 0
+        if not self.shape.delay_wgrad or op.part not in WEIGHT_PARTS:
+            raise bad_op(self.ops, index, "this node's weight gradients are not delayed")
+        if position in self.weights[microbatch]:
+            raise bad_op(self.ops, index, "issued a second time")
+        turn = len(self.nodes) - 1 - position
+        if len(self.backwards[microbatch]) <= turn:
+            raise bad_op(self.ops, index, f"needs B{op.name[1:]} first")
+        if microbatch and position not in self.weights[microbatch - 1]:
+            raise bad_op(
+                self.ops, index, f"needs the same node of micro-batch {microbatch - 1} first, to add gradients in order"
+            )
+        deps = [self.backwards[microbatch][turn]]
+        self.weights[microbatch][position] = index
+        self.use_units(index, op, deps)
+        self.give_gradients(index, op, microbatch, deps)
+        return deps
+
+    def unit(self, index: int, op: Op) -> _Unit:
+        unit = self.units.get(op.unit)
+        if unit is None:
+            raise bad_op(self.ops, index, "the plan's shape has no such unit")
+        return unit
+
+    def gather(self, index: int, op: Op) -> list[int]:
+        unit = self.unit(index, op)
+        if unit.gathered:
+            raise bad_op(self.ops, index, f"already gathered at op {unit.gather}")
+        unit.gathered, unit.gather, unit.users = True, index, {}
+        return [unit.free] if unit.free >= 0 else []
+
+    def free(self, index: int, op: Op) -> list[int]:
+        unit = self.unit(index, op)
+        if not unit.gathered:
+            raise bad_op(self.ops, index, "not gathered")
+        if any(len(indices) == self.givers[unit.name] for indices in unit.writers.values()):
+            raise bad_op(self.ops, index, f"comes before REDUCE.{unit.name}")
+        unit.gathered, unit.free = False, index
+        return list(unit.users.values())
+
+    def reduce(self, index: int, op: Op) -> list[int]:
+        unit = self.unit(index, op)
+        if unit.name not in self.givers:
+            raise bad_op(self.ops, index, "the unit is not trained")
+        microbatch = unit.reductions
+        writers = unit.writers.pop(microbatch, [])
+        if len(writers) < self.givers[unit.name]:
+            given = f"{len(writers)} of {self.givers[unit.name]}"
+            raise bad_op(self.ops, index, f"micro-batch {microbatch} has given {given} of its gradients")
+        if not unit.gathered:
+            raise bad_op(self.ops, index, f"comes after FREE.{unit.name} at op {unit.free}")
+        unit.reductions += 1
+        unit.reduce = index
+        unit.users[op.issue_lane] = index
+        return [*writers, self.begun[microbatch]]
+
+    def begin_backward(self, index: int, op: Op) -> list[int]:
+        microbatch = self.check_microbatch(index, op)
+        if microbatch in self.begun:
+            raise bad_op(self.ops, index, f"issued a second time, first at op {self.begun[microbatch]}")
+        self.begun[microbatch] = index
+        return []
+
+    def check_end(self) -> None:
+        """At the end every node has run, every gradient is reduced and every unit is free."""
+        end = len(self.ops)
+        delayed = sum(part in WEIGHT_PARTS for _, part in self.nodes) if self.shape.delay_wgrad else 0
+        for microbatch in range(self.shape.num_microbatches):
+            flows = (("F", self.forwards, self.nodes), ("B", self.backwards, self.nodes[::-1]))
+            for letter, done, order in flows:
+                if len(done[microbatch]) < len(order):
+                    stage, part = order[len(done[microbatch])]
+                    raise bad_op(self.ops, end, f"{letter}{microbatch}.{stage}.{part}".rstrip(".") + " is missing")
+            if len(self.weights[microbatch]) < delayed:
+                raise bad_op(self.ops, end, f"weight gradients of micro-batch {microbatch} are missing")
+        for unit in self.units.values():
+            if unit.name in self.givers and unit.reductions < self.shape.num_microbatches:
+                raise bad_op(self.ops, end, f"REDUCE.{unit.name} of micro-batch {unit.reductions} is missing")
+            if unit.gathered:
+                raise bad_op(self.ops, unit.gather, "left gathered at the end of the plan")
+
+
+def dependencies(shape: PlanShape, ops: Sequence[Op]) -> list[list[int]]:
+    """Return for every op the indices of the earlier ops that it needs, or that stand for them.
+
+    Ops of one lane run in order, so of several ops on one lane the latest stands for all.
+
+    Raises:
+        PlanError: an op lacks something that it needs; the message names the first such op and shows the plan around it.
+    """
+    walk = _Walk(shape, ops)
+    handlers = walk.handlers
+    result = [handlers[op.kind](index, op) for index, op in enumerate(ops)]
+    walk.check_end()
+    return result

@@ -1,0 +1,240 @@
+"""The plan: what is done in which order, on which lane, after what. Everything else reads it and obeys.
+
+    shape --base_order--> ops --add_sharding--> ops --add_waits--> Plan
+                                                                    | executor, validator, simulator, drawings
+
+One iteration is one plan. Ops are issued from first to last by one thread; each runs on its lane's stream after the
+lane's ops before it and after its waits. Before the first op the comm and gather lanes are forked from the compute lane,
+after the last op everything is joined to it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from combined_1f1b.errors import PlanError
+from combined_1f1b.schedule.dependencies import ISSUE_LANES, LANE_NUMBER
+from combined_1f1b.schedule.excerpt import bad_op, excerpt
+from combined_1f1b.schedule.ops import NODE_KINDS, Kind, Lane, Op
+from combined_1f1b.schedule.order import base_order
+from combined_1f1b.schedule.passes import apply_passes
+from combined_1f1b.schedule.shape import PlanShape
+
+__all__ = ["Pairs", "Plan", "PlanShape", "build_plan"]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """How many pairs of flows run together."""
+
+    forward_backward_pairs: int
+    head_pairs: int
+    tail_pairs: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ops of one iteration, in the order in which they are issued, and the shape that they were built for.
+
+    `str(plan)` is one line for the shape and one line an op; `Plan.parse` reads it back to an equal plan.
+    """
+
+    shape: PlanShape
+    ops: tuple[Op, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.shape), *(op.line for op in self.ops)])
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Read a plan from what `str` prints; empty lines are skipped.
+
+        Raises:
+            PlanError: a line cannot be read.
+        """
+        lines = [line for line in text.splitlines() if line.strip()]
+        if not lines:
+            raise PlanError("cannot read a plan from an empty text")
+        return cls(PlanShape.parse(lines[0]), tuple(Op.parse(line) for line in lines[1:]))
+
+    def validate(self) -> None:
+        """Check the plan.
+
+        Raises:
+            PlanError: the plan breaks a rule; the message names the first bad op and shows the plan around it.
+        """
+        from combined_1f1b.schedule.validate import validate
+
+        validate(self)
+
+    def excerpt(self, index: int, radius: int = 5) -> str:
+        """Return the plan's lines around op `index`, with an arrow at it."""
+        return excerpt(self.ops, index, radius)
+
+    @cached_property
+    def wait_indices(self) -> tuple[tuple[int, ...], ...]:
+        """For every op, the indices of the ops that its waits name.
+
+        Raises:
+            PlanError: a wait names no earlier op.
+        """
+        latest: dict[str, int] = {}
+        result: list[tuple[int, ...]] = []
+        for index, op in enumerate(self.ops):
+            try:
+                result.append(tuple([latest[name] for name in op.waits]) if op.waits else ())
+            except KeyError as error:
+                reason = f"waits for {error.args[0]}, which no earlier op is"
+                raise bad_op(self.ops, index, reason) from None
+            latest[op.name] = index
+        return tuple(result)
+
+    @cached_property
+    def signals(self) -> frozenset[int]:
+        """Indices of the ops whose completion another lane waits for: an event is recorded after these and no others."""
+        return frozenset(other for waits in self.wait_indices for other in waits)
+
+    @cached_property
+    def clocks(self) -> tuple[tuple[int, ...], ...]:
+        """For every op, the latest op of each issue lane that is done once this op starts (its own index on its own lane).
+
+        Lanes are in the order of ISSUE_LANES; -1 means none.
+        """
+        lanes = [LANE_NUMBER[op.issue_lane] for op in self.ops]
+        current = [[-1] * len(ISSUE_LANES) for _ in ISSUE_LANES]
+        result: list[tuple[int, ...]] = []
+        for index, waits in enumerate(self.wait_indices):
+            clock = current[lanes[index]]
+            for other in waits:
+                clock[:] = map(max, clock, result[other])
+            clock[lanes[index]] = index
+            result.append(tuple(clock))
+        return tuple(result)
+
+    @cached_property
+    def _seen_on(self) -> dict[Lane, tuple[list[int], tuple[list[int], ...]]]:
+        """Per issue lane: its ops, and for each other lane what they have seen of it (never decreasing)."""
+        found: dict[Lane, tuple[list[int], tuple[list[int], ...]]] = {
+            lane: ([], tuple([] for _ in ISSUE_LANES)) for lane in ISSUE_LANES
+        }
+        for index, (op, clock) in enumerate(zip(self.ops, self.clocks, strict=True)):
+            indices, seen = found[op.issue_lane]
+            indices.append(index)
+            for number, latest in enumerate(clock):
+                seen[number].append(latest)
+        return found
+
+    def release_after(self, consumer: int, producer_lane: Lane) -> int:
+        """Return the index of the first op issued on `producer_lane` that starts only once op `consumer` is done.
+
+        Memory that the producer's lane allocated and `consumer` reads on another lane may be given back once the waits of
+        that op are issued. `len(ops)` means: after the joins at the end. A consumer on the producer's own lane needs no
+        wait, and its own index is returned.
+        """
+        lane = self.ops[consumer].issue_lane
+        if lane is producer_lane:
+            return consumer
+        indices, seen = self._seen_on[producer_lane]
+        place = bisect_left(seen[LANE_NUMBER[lane]], consumer)
+        return indices[place] if place < len(indices) else len(self.ops)
+
+    @cached_property
+    def last_reductions(self) -> frozenset[int]:
+        """Indices of each unit's last REDUCE."""
+        return frozenset({op.name: index for index, op in enumerate(self.ops) if op.kind is Kind.REDUCE}.values())
+
+    @cached_property
+    def held_gradients(self) -> dict[int, tuple[str, ...]]:
+        """Op index -> units to which the op gives gradients while those of the micro-batch before are not reduced yet.
+
+        Only two interleaved backwards have such ops, for the units in `shape.held_units`. The executor keeps these
+        gradients apart and adds them after the unit's next REDUCE.
+        """
+        held = self.shape.held_units
+        if not held:
+            return {}
+        reductions = dict.fromkeys(held, 0)
+        found: dict[int, tuple[str, ...]] = {}
+        for index, op in enumerate(self.ops):
+            if op.kind is Kind.REDUCE and op.unit in reductions:
+                reductions[op.unit] += 1
+            elif op.kind in (Kind.BACKWARD, Kind.WEIGHT):
+                assert op.microbatch is not None
+                used = self.shape.node_units[op.stage, op.part]
+                early = tuple(unit for unit in held if unit in used and reductions[unit] < op.microbatch)
+                if early:
+                    found[index] = early
+        return found
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """Pairs of flows whose ops interleave, counted in the ops themselves."""
+        return _count_pairs(self.ops)
+
+
+def _count_pairs(ops: Sequence[Op]) -> Pairs:
+    spans: dict[tuple[bool, int | None], list[int]] = {}
+    for index, op in enumerate(ops):
+        if op.kind in NODE_KINDS:
+            spans.setdefault((op.kind is Kind.FORWARD, op.microbatch), [index, index])[1] = index
+    counts = {(True, False): 0, (True, True): 0, (False, False): 0}
+    running: list[tuple[bool, int]] = []
+    for (forward, _), (start, end) in sorted(spans.items(), key=lambda item: item[1]):
+        running = [flow for flow in running if flow[1] > start]
+        for other, _ in running:
+            counts[(other or forward, other and forward)] += 1
+        running.append((forward, end))
+    return Pairs(counts[True, False], counts[True, True], counts[False, False])
+
+
+def build_plan(
+    *,
+    num_layers: int,
+    num_microbatches: int,
+    moe_layers: Sequence[int] | None = None,
+    sharded: bool = False,
+    pair_head_and_tail: bool = False,
+    pp: int = 1,
+    vpp: int = 1,
+    rank: int = 0,
+    num_mtp_layers: int = 0,
+    tied_embeddings: bool = False,
+    units: Sequence[str] | None = None,
+    trainable_units: Sequence[str] | None = None,
+    delay_wgrad: bool = False,
+    early_attention_release: bool = False,
+    combine_parameters: bool = False,
+    has_final_norm: bool = True,
+    interleave_head: bool = True,
+) -> Plan:
+    """Build the plan of one iteration. The arguments are the fields of `PlanShape`.
+
+    Args:
+        moe_layers: indices of the mixture-of-experts layers, in any order; None means all layers.
+
+    Raises:
+        ConfigError: a value cannot work; the message names the argument, its value and the fix.
+    """
+    shape = PlanShape(
+        num_layers=num_layers,
+        num_microbatches=num_microbatches,
+        moe_layers=tuple(range(num_layers)) if moe_layers is None else tuple(sorted(moe_layers)),
+        num_mtp_layers=num_mtp_layers,
+        tied_embeddings=tied_embeddings,
+        sharded=sharded,
+        units=None if units is None else tuple(units),
+        trainable_units=None if trainable_units is None else tuple(trainable_units),
+        pair_head_and_tail=pair_head_and_tail,
+        interleave_head=interleave_head,
+        delay_wgrad=delay_wgrad,
+        early_attention_release=early_attention_release,
+        combine_parameters=combine_parameters,
+        has_final_norm=has_final_norm,
+        pp=pp,
+        vpp=vpp,
+        rank=rank,
+    )
+    return Plan(shape, apply_passes(shape, base_order(shape)))
