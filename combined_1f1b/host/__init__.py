@@ -22,6 +22,7 @@ from combined_1f1b.host.autocast import autocast_patches
 from combined_1f1b.host.collectives import collective_patches
 from combined_1f1b.host.cuda import cuda_patches
 from combined_1f1b.host.patch import AppliedPatches, Patch
+from combined_1f1b.host.random import quiet_generator_watchers
 from combined_1f1b.host.streams import HostEvent, HostStream, Observer, Step, StreamState, StreamStep, active_state
 from combined_1f1b.host.tensors import CPU, tensor_patches
 
@@ -51,6 +52,7 @@ class _Activation(StreamState):
             # Compiled functions (Megatron's jit_fuser is torch.compile) run eagerly: a host compiler is slow to start,
             # need not be there, and fuses into other bits than the plain operators give.
             resources.enter_context(torch.compiler.set_stance("force_eager"))
+            resources.enter_context(quiet_generator_watchers())
             resources.callback(AppliedPatches(patches(self)).restore)
             self.resources = resources.pop_all()
 

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from combined_1f1b.host.patch import Patch
-from combined_1f1b.host.streams import DeviceContext, HostEvent, HostExternalStream, HostStream, StreamContext, StreamState
+from combined_1f1b.host.random import HostDefaultGenerator
+from combined_1f1b.host.streams import (
+    DeviceContext,
+    HostEvent,
+    HostExternalStream,
+    HostStream,
+    StreamContext,
+    StreamState,
+)
 
 DEVICE_NAME = "host device (CPU)"
 
@@ -72,7 +80,7 @@ def cuda_patches(state: StreamState) -> tuple[Patch, ...]:
             "and the second does nothing",
             _initialized=True,
         ),
-        *table(cuda, "tests of the process, not of the device", is_available=_no),
+        *table(cuda, "stays False, see above; named here so that it is so on every machine", is_available=_no),
         *table(
             cuda,
             "stream and event objects",
@@ -102,7 +110,7 @@ def cuda_patches(state: StreamState) -> tuple[Patch, ...]:
         *table(
             cuda,
             "random operators on CPU tensors draw from the CPU generator, so that is what the CUDA generators are",
-            default_generators=(torch.default_generator,) * state.device_count(),
+            default_generators=(HostDefaultGenerator(),) * state.device_count(),
         ),
         *table(
             random,

@@ -1,0 +1,146 @@
+"""Random state of the host device: its "CUDA" generator is the CPU generator, with CUDA's graph-safe states on top.
+
+Random operators on CPU tensors draw from `torch.default_generator`, so that generator is what torch.cuda's functions read,
+seed and set here. A graph-safe state is a generator object that can be made the current one: setting it swaps a reference on
+CUDA; here the outgoing state is copied into its object and the incoming one out of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import torch
+
+# Loggers that watch whether "CPU" draws happen inside a "CUDA" random context. Both are one generator here, so they would
+# warn at every dropout.
+_WATCHING_LOGGERS = (
+    "megatron.core.tensor_parallel.random",
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.utils",
+)
+_WATCHING_MESSAGE = "CPU RNG state changed within GPU RNG context"
+
+
+class HostGeneratorState(torch.Generator):
+    """A graph-safe state: holds its own values while it is not current, and reads and writes the live ones while it is."""
+
+    _default: HostDefaultGenerator
+
+    @classmethod
+    def _of(cls, default: HostDefaultGenerator) -> HostGeneratorState:
+        """A new state with the values that are live now."""
+        state = cls()
+        state._default = default
+        state._store(default.get_state())
+        return state
+
+    def _store(self, values: torch.Tensor) -> None:
+        super().set_state(values)
+
+    def _load(self) -> torch.Tensor:
+        return super().get_state()
+
+    @property
+    def _is_live(self) -> bool:
+        return self._default.live is self
+
+    @property
+    def device(self) -> torch.device:
+        return self._default.device
+
+    def get_state(self) -> torch.Tensor:
+        return torch.default_generator.get_state() if self._is_live else super().get_state()
+
+    def set_state(self, new_state: torch.Tensor) -> HostGeneratorState:
+        if self._is_live:
+            torch.default_generator.set_state(new_state)
+        else:
+            super().set_state(new_state)
+        return self
+
+    def manual_seed(self, seed: int) -> HostGeneratorState:
+        if self._is_live:
+            torch.default_generator.manual_seed(seed)
+        else:
+            super().manual_seed(seed)
+        return self
+
+    def seed(self) -> int:
+        return torch.default_generator.seed() if self._is_live else super().seed()
+
+    def initial_seed(self) -> int:
+        return torch.default_generator.initial_seed() if self._is_live else super().initial_seed()
+
+    def clone_state(self) -> HostGeneratorState:
+        state = HostGeneratorState._of(self._default)
+        state._store(self.get_state())
+        return state
+
+    def graphsafe_get_state(self) -> HostGeneratorState:
+        return self
+
+
+class HostDefaultGenerator(torch.Generator):
+    """Stands in `torch.cuda.default_generators`; its values are those of `torch.default_generator`.
+
+    Attributes:
+        live: the graph-safe state that is current, or None until one is asked for.
+    """
+
+    def __init__(self, *args: object) -> None:
+        self.live: HostGeneratorState | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def get_state(self) -> torch.Tensor:
+        return torch.default_generator.get_state()
+
+    def set_state(self, new_state: torch.Tensor) -> HostDefaultGenerator:
+        torch.default_generator.set_state(new_state)
+        return self
+
+    def manual_seed(self, seed: int) -> HostDefaultGenerator:
+        torch.default_generator.manual_seed(seed)
+        return self
+
+    def seed(self) -> int:
+        return torch.default_generator.seed()
+
+    def initial_seed(self) -> int:
+        return torch.default_generator.initial_seed()
+
+    def clone_state(self) -> HostGeneratorState:
+        return HostGeneratorState._of(self)
+
+    def graphsafe_get_state(self) -> HostGeneratorState:
+        if self.live is None:
+            self.live = HostGeneratorState._of(self)
+        return self.live
+
+    def graphsafe_set_state(self, state: HostGeneratorState) -> HostDefaultGenerator:
+        outgoing = self.graphsafe_get_state()
+        if outgoing is not state:
+            outgoing._store(torch.default_generator.get_state())
+            torch.default_generator.set_state(state._load())
+            self.live = state
+        return self
+
+
+@contextlib.contextmanager
+def quiet_generator_watchers() -> Iterator[None]:
+    """Drop Megatron's warning that a CPU draw happened in a CUDA random context, while the block lasts."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return record.getMessage() != _WATCHING_MESSAGE
+
+    loggers = [logging.getLogger(name) for name in _WATCHING_LOGGERS]
+    for logger in loggers:
+        logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(keep)

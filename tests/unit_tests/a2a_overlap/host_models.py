@@ -1,0 +1,155 @@
+"""Small Megatron models, batches and iterations shared by the tests of the host device (its own, so that they stand alone)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+SEQUENCE = 8
+BATCH = 2
+VOCABULARY = 32
+BASE = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "ffn_hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_moe_experts": 4,
+    "expert_model_parallel_size": 2,
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+    "moe_ffn_hidden_size": 32,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "add_bias_linear": False,
+    "bf16": True,
+    "params_dtype": torch.bfloat16,
+    "pipeline_dtype": torch.bfloat16,
+    "normalization": "RMSNorm",
+    "gradient_accumulation_fusion": False,
+}
+
+
+@contextmanager
+def parallel(*, graphable_random_state: bool = False, **sizes: int) -> Iterator[None]:
+    """Megatron's parallel groups and random state tracker for a block."""
+    parallel_state.initialize_model_parallel(**sizes)
+    try:
+        seed(7, graphable=graphable_random_state)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def seed(value: int, *, graphable: bool = False) -> None:
+    torch.manual_seed(value)
+    model_parallel_cuda_manual_seed(value, use_cudagraphable_rng=graphable, force_reset_rng=True)
+
+
+def build(
+    *,
+    position_embedding_type: str = "rope",
+    half: bool = True,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    share_embeddings_and_output_weights: bool = False,
+    **changes: Any,
+) -> torch.nn.Module:
+    """A GPTModel of hidden 16, 4 experts, 2 layers and vocabulary 32, in a Float16Module when its type is 16 bits wide."""
+    config = TransformerConfig(**{**BASE, **changes})
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
+    seed(11)
+    model = GPTModel(
+        config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type=position_embedding_type,
+        mtp_block_spec=mtp,
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+        share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+    ).cuda(torch.cuda.current_device())
+    return Float16Module(config, model) if config.bf16 or config.fp16 else model
+
+
+def batches(count: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches of tokens [BATCH, SEQUENCE] on the CPU, different on every data-parallel rank."""
+    generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
+    for _ in range(count):
+        tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+        yield {
+            "tokens": tokens,
+            "labels": tokens.roll(-1, dims=1),
+            "position_ids": torch.arange(SEQUENCE).expand(BATCH, SEQUENCE),
+            "mask": torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1),
+        }
+
+
+def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any, return_schedule_plan: bool = False) -> Any:
+    batch = next(data)
+    arguments = (batch["tokens"].cuda(), batch["position_ids"].cuda(), batch["mask"].cuda())
+    call = model.build_schedule_plan if return_schedule_plan else model
+    return call(*arguments, labels=batch["labels"].cuda()), partial(loss_of)
+
+
+def config_of(model: Any) -> TransformerConfig:
+    chunk = model[0] if isinstance(model, list) else model
+    while not hasattr(chunk, "config"):
+        chunk = chunk.module
+    return chunk.config
+
+
+def iteration(model: Any, *, combined: bool, num_microbatches: int = 3, graphable: bool = False) -> list[torch.Tensor]:
+    """One forward and backward of every micro-batch from random state 3; the losses, empty off the last pipeline stage."""
+    chunks = model if isinstance(model, list) else [model]
+    for chunk in chunks:
+        config_of(chunk).overlap_moe_expert_parallel_comm = combined
+    seed(3, graphable=graphable)
+    data = [batches(num_microbatches) for _ in chunks]
+    results = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=data if len(chunks) > 1 else data[0],
+        model=chunks,
+        num_microbatches=num_microbatches,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        forward_only=False,
+    )
+    return [result["loss"] for result in results]
+
+
+def take_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Every parameter's gradient, taken off the model; a parameter without one fails."""
+    gradients = {}
+    for index, chunk in enumerate(model if isinstance(model, list) else [model]):
+        for name, parameter in chunk.named_parameters():
+            assert parameter.grad is not None, name
+            gradients[f"{index}.{name}"], parameter.grad = parameter.grad, None
+    return gradients
+
+
+def differing(tensors: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> set[str]:
+    """The names under which the two hold different bits."""
+    assert tensors.keys() == others.keys()
+    assert tensors
+    return {name for name, tensor in tensors.items() if not torch.equal(tensor, others[name])}
