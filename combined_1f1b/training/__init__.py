@@ -1,0 +1,1 @@
+"""The command line's training side: configuration, data, model, optimizer, loop, checkpoints, comparison, doctor."""
