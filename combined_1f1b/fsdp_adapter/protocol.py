@@ -28,7 +28,7 @@ class ShardingDriver(Protocol):
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Names of all units, in the order of the forward pass."""
+        """Names of all units that own parameters: a layer's experts before the layer, otherwise in forward order."""
         ...
 
     @property
@@ -105,7 +105,7 @@ class NullSharding:
 
     def reduce(self, unit: str, *, is_last: bool) -> None:
         """Refuse: a plan for an unsharded model reduces nothing."""
-        raise AssertionError(f"REDUCE.{unit}: the model is not sharded")
+        raise AssertionError(f"REDUCE.{unit} (is_last={is_last}): the model is not sharded")
 
     def begin_backward(self) -> None:
         """Nothing to fork."""

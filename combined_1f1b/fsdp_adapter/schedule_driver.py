@@ -1,0 +1,194 @@
+"""The sharding driver of a chunk whose units MFSDP v2 shards and a plan drives.
+
+Which stream runs what (a unit's storage is allocated and released on one stream only, so nothing needs
+``record_stream``)::
+
+    gather stream     all-gathers and releases of full parameters, memory of the full parameters
+    reduction stream  reduce-scatters, memory of the packed gradients
+    current stream    packing: the lane that produced the gradients
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from combined_1f1b.fsdp_adapter import mfsdp_v2
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Unit:
+    """One sharded unit and whether its full parameters exist now.
+
+    Attributes:
+        name: the name that ops carry.
+        module: the module, an instance of ``mfsdp_v2.ScheduledModule``.
+        factor: what multiplies its gradients before the average over its mesh.
+        is_gathered: true from GATHER to FREE.
+    """
+
+    name: str
+    module: Any
+    factor: float
+    is_gathered: bool = False
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """MFSDP's parameter groups of the unit: one per dtype and trainability."""
+        groups: tuple[Any, ...] = self.module.parameter_groups
+        return groups
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter of the unit is trained."""
+        return any(group.requires_grad for group in self.groups)
+
+
+class ScheduleDriver:
+    """Executes GATHER, FREE, REDUCE and BEGIN_BACKWARD on one chunk's units (see ``protocol.ShardingDriver``)."""
+
+    def __init__(self, units: tuple[Unit, ...], context: mfsdp_v2.ScheduledContext) -> None:
+        """Drive the units that own parameters.
+
+        Args:
+            units: the units in forward order.
+            context: the context that all of them share.
+        """
+        self.context = context
+        self._units = {unit.name: unit for unit in units if unit.groups}
+        self._is_recording = False
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Names of the units that own parameters, in forward order."""
+        return tuple(self._units)
+
+    @property
+    def trainable_units(self) -> tuple[str, ...]:
+        """Names of the units that have gradients to reduce."""
+        return tuple(name for name, unit in self._units.items() if unit.is_trainable)
+
+    @property
+    def gather_stream(self) -> torch.cuda.Stream:
+        """The stream that owns the memory of full parameters."""
+        return self.context.allgather_stream
+
+    @property
+    def reduce_stream(self) -> torch.cuda.Stream:
+        """The stream that owns the memory of packed gradients."""
+        return self.context.reduce_scatter_stream
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """Every parameter group of the chunk."""
+        return tuple(group for unit in self._units.values() for group in unit.groups)
+
+    @property
+    def gathered_units(self) -> tuple[str, ...]:
+        """The units whose full parameters exist now."""
+        return tuple(name for name, unit in self._units.items() if unit.is_gathered)
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the schedule is recording the user's forward step."""
+        return self._is_recording
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of full-parameter storage held now: zero when every unit is free."""
+        return mfsdp_v2.unsharded_bytes(self.groups)
+
+    def begin_iteration(self) -> None:
+        """Fork the gather stream from the current stream, so that gathers see the optimizer's last weights."""
+        assert not self.gathered_units, f"units {self.gathered_units} are still gathered from earlier work"
+        self.gather_stream.wait_stream(self.context.current_stream())
+
+    def gather(self, unit: str) -> None:
+        """Materialise a unit's full parameters on the current stream and install them on its modules."""
+        target = self._units[unit]
+        assert not target.is_gathered, f"GATHER.{unit}: already gathered"
+        target.is_gathered = True
+        for group in target.groups:
+            mfsdp_v2.gather_group(group)
+
+    def free(self, unit: str) -> None:
+        """Install a unit's sharded parameters and release the full storage on the current stream."""
+        target = self._units[unit]
+        assert target.is_gathered, f"FREE.{unit}: not gathered"
+        for group in target.groups:
+            mfsdp_v2.free_group(group)
+        target.is_gathered = False
+
+    def reduce(self, unit: str, *, is_last: bool) -> None:
+        """Reduce a micro-batch's gradients of a unit: packed on the current stream, reduced on the reduction stream."""
+        target = self._units[unit]
+        mfsdp_v2.reduce_gradients(target.module, factor=target.factor, is_last=is_last)
+
+    def begin_backward(self) -> None:
+        """Fork the reduction stream from the current stream, through the context."""
+        self.context.pre_backward()
+
+    def finish_iteration(self) -> None:
+        """Join the gather and the reduction stream; every unit must be free."""
+        self._join()
+        assert not self.gathered_units, f"the plan left units {self.gathered_units} gathered"
+
+    def abort(self) -> None:
+        """Bring a failed iteration's units back to rest: joined, free, without unreduced gradients.
+
+        It must not hide the failure that it cleans up after: what goes wrong here is logged.
+        """
+        try:
+            self._join()
+            self.gather_stream.wait_stream(self.context.current_stream())
+            with torch.cuda.stream(self.gather_stream):
+                for unit in self._units.values():
+                    for group in unit.groups:
+                        mfsdp_v2.free_group(group)
+                        mfsdp_v2.drop_gradients(group)
+                    unit.is_gathered = False
+            self._join()
+        except Exception:
+            _logger.exception("the units could not be freed after a failed iteration")
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While open, calling the wrapper only calls the module."""
+        self._is_recording = True
+        try:
+            yield
+        finally:
+            self._is_recording = False
+
+    @contextmanager
+    def gathered(self, *units: str) -> Iterator[None]:
+        """Gather units (default: all) for code outside any plan, and free them again.
+
+        The current stream waits for the gathers, and the releases wait for what the current stream did meanwhile.
+        """
+        names = units or self.units
+        self._on_gather_stream(self.gather, names)
+        try:
+            yield
+        finally:
+            self._on_gather_stream(self.free, [name for name in names if self._units[name].is_gathered])
+
+    def _on_gather_stream(self, action: Any, names: Any) -> None:
+        current = self.context.current_stream()
+        self.gather_stream.wait_stream(current)
+        with torch.cuda.stream(self.gather_stream):
+            for name in names:
+                action(name)
+        current.wait_stream(self.gather_stream)
+
+    def _join(self) -> None:
+        current = self.context.current_stream()
+        current.wait_stream(self.gather_stream)
+        current.wait_stream(self.reduce_stream)
