@@ -9,8 +9,8 @@
     FREE                        every op since the GATHER that used the unit
     REDUCE number k of a unit   every op of micro-batch k that gives the unit gradients, and BEGIN_BACKWARD.k
 
-Nodes give gradients in the order of the micro-batches: losses and parameters then equal those of Megatron's own schedule
-bit for bit.
+Nodes give gradients in the order of the micro-batches: losses and parameters then equal those of Megatron's own
+schedule bit for bit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Unit:
 
 
 class _Walk:
-    """Goes through a plan op by op and returns what each op depends on, or raises at the first one that lacks something."""
+    """Goes through a plan op by op: says what each op depends on, or raises at the first one that lacks something."""
 
     def __init__(self, shape: PlanShape, ops: Sequence[Op]) -> None:
         self.shape = shape
@@ -240,7 +240,7 @@ def dependencies(shape: PlanShape, ops: Sequence[Op]) -> list[list[int]]:
     Ops of one lane run in order, so of several ops on one lane the latest stands for all.
 
     Raises:
-        PlanError: an op lacks something that it needs; the message names the first such op and shows the plan around it.
+        PlanError: an op lacks something that it needs; the message names the first such op with the plan around it.
     """
     walk = _Walk(shape, ops)
     handlers = walk.handlers

@@ -1,6 +1,6 @@
 """One operation of a plan: what is done, for which micro-batch, where in the model, on which lane, and after which ops.
 
-An op prints and parses as short text. The log line, the test fixture, the error message and the trace label are this text:
+An op prints and parses as short text. The log line, the test fixture, the error message and the trace label are this:
 
     F1.L0.dispatch          forward of micro-batch 1, layer 0, its dispatch
     B0.L3.experts           backward (input gradients, and weight gradients unless they are delayed)
@@ -65,14 +65,15 @@ class Op:
     Attributes:
         kind: what is done.
         microbatch: index of the micro-batch, or None for ops on units.
-        stage: "embedding", "L3", "final_norm", "M0", "output_layer", "loss", or a unit's first word; "" for BEGIN_BACKWARD.
-        part: part of a layer ("attention", "dispatch", ...) or a unit's second word ("experts"); "" where there is none.
+        stage: "embedding", "L3", "final_norm", "M0", "output_layer", "loss", or a unit's first word; "" for
+            BEGIN_BACKWARD.
+        part: part of a layer ("attention", "dispatch", ...) or a unit's second word ("experts"); "" without one.
         waits: names of ops issued earlier on another issue lane that have to finish before this op starts. A name that
             occurs several times means its latest occurrence before this op.
         name: the op's text without lane and waits.
         lane: the lane of the op's main work, where drawings show it.
         issue_lane: the lane whose stream is current while the op is issued and that performs the op's waits. It differs
-            from `lane` for REDUCE only, which packs gradients on the compute lane before the reduction stream takes over.
+            from `lane` for REDUCE only, which packs gradients on the compute lane before the reduction stream goes on.
     """
 
     kind: Kind
@@ -151,5 +152,5 @@ class Op:
         if match := _BEGIN_TEXT.fullmatch(name):
             return cls(Kind.BEGIN_BACKWARD, int(match[1]), "", "", waits)
         raise PlanError(
-            f"cannot read an op from {name!r}: expected e.g. F1.L0.dispatch, GATHER.L1.experts or BEGIN_BACKWARD.0"
+            f"cannot read an op from {name!r}: write e.g. F1.L0.dispatch, GATHER.L1.experts or BEGIN_BACKWARD.0"
         )

@@ -5,15 +5,14 @@ Combined 1F1B with n micro-batches, and the same with head and tail paired (| se
     F0   F1|B0   F2|B1   ...   F{n-1}|B{n-2}   B{n-1}
     F0|F1   F2|B0   F3|B1   ...   F{n-1}|B{n-3}   B{n-2}|B{n-1}
 
-Two flows that run together meet layer by layer. How the parts of two layers interleave is a table below, one row an op:
-traffic of one flow is issued where the other flow has compute to cover it. Host synchronisation in a dispatch blocks the
-issuing thread, so each dispatch of a forward comes after compute that the device can run meanwhile.
+Two flows that run together meet layer by layer. How the parts of two layers interleave is a table below, one row an
+op: traffic of one flow is issued where the other flow has compute to cover it. Host synchronisation in a dispatch
+blocks the issuing thread, so each dispatch of a forward comes after compute that the device can run meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import zip_longest
 from typing import NamedTuple
 
 from combined_1f1b.schedule.ops import Kind, Op
@@ -23,7 +22,7 @@ F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 
 
 class Row(NamedTuple):
-    """One op of a table: which of the two flows, what kind, and the layer's part (a dense layer's mlp counts as experts)."""
+    """One op of a table: which flow, what kind, and which part of the layer (a dense layer's mlp counts as experts)."""
 
     flow: int
     kind: Kind
@@ -82,25 +81,29 @@ FORWARD_WITH_FORWARD = (
     Row(1, F, "postprocess"),
 )
 
-# Flow 1 is a layer behind flow 0, so all gradients of a layer's units are complete and reduced before flow 1 adds its own.
-BACKWARD_WITH_BACKWARD_START = (
+# Flow 0 is ahead. Flow 1 is the second backward at the layer before (counted as the backward goes), flow 2 the second
+# backward at its next layer, of which only the combine is issued. A layer's gradients of flow 0 are thus complete and
+# reduced before flow 1 adds its own.
+#   comm  0.combine | 1.dispatch | 0.dispatch  | 2.combine
+#   comp  1.experts | 0.experts  | 1.attention | 0.attention
+BACKWARD_WITH_BACKWARD = (
     Row(0, B, "postprocess"),
-    Row(1, B, "postprocess"),
     Row(0, B, "combine"),
-    Row(1, B, "combine"),
-)
-BACKWARD_WITH_BACKWARD_REST = (
-    Row(0, B, "experts"),
-    Row(0, B, "dispatch"),
-    Row(0, W, "experts"),
     Row(1, B, "experts"),
     Row(1, B, "dispatch"),
     Row(1, W, "experts"),
-    Row(0, B, "attention"),
-    Row(0, W, "attention"),
+    Row(0, B, "experts"),
+    Row(0, B, "dispatch"),
+    Row(0, W, "experts"),
     Row(1, B, "attention"),
     Row(1, W, "attention"),
+    Row(2, B, "postprocess"),
+    Row(2, B, "combine"),
+    Row(0, B, "attention"),
+    Row(0, W, "attention"),
 )
+FIRST_COMBINE, SECOND_LAYER_DONE = 2, 10
+"""Rows of BACKWARD_WITH_BACKWARD after which the second backward's head, and then its final norm, are issued."""
 
 
 def base_order(shape: PlanShape) -> tuple[Op, ...]:
@@ -165,26 +168,30 @@ class _Order:
             self._block(FORWARD_WITH_FORWARD, (first, layer), (second, layer))
             for microbatch in (first, second):
                 self._norm_after(layer, microbatch)
-        for microbatch in (first, second):
-            self._nodes(F, microbatch, "output_layer", "loss")
+                if layer is self._layers[-1]:
+                    self._nodes(F, microbatch, "output_layer", "loss")
 
     def two_backwards(self, first: int, second: int) -> None:
-        # All multi-token-prediction layers give gradients to the unit "root": the lag covers all of them.
-        lag = max(1, self._shape.num_mtp_layers)
+        # Half a layer of lag, plus whole layers where the first backward's gradients of a unit are complete only later:
+        # every multi-token-prediction layer adds to the unit "root", and a combine with parameters to its layer's unit.
+        lag = max(self._shape.num_mtp_layers, int(self._shape.combine_parameters))
         layers = tuple(reversed(self._layers))
-        behind: tuple[Stage | None, ...] = (*[None] * lag, *layers)
+        ahead = (*layers, *[None] * (lag + 1))
+        following = (*[None] * lag, *layers, None)
+        behind = (None, *following[:-1])
+        table = BACKWARD_WITH_BACKWARD
         self._begin_backward(first)
-        for step, (ahead, back) in enumerate(zip_longest(layers, behind)):
-            flows = ((first, ahead), (second, back))
-            for microbatch, layer in flows:
-                self._norm_before(layer, microbatch)
-            self._block(BACKWARD_WITH_BACKWARD_START, *flows)
-            # These run under the combine that was just issued.
-            if step == lag - 1:
+        for step, stages in enumerate(zip(ahead, behind, following, strict=True)):
+            flows = tuple(zip((first, second, second), stages, strict=True))
+            self._norm_before(stages[0], first)
+            self._block(table[:FIRST_COMBINE], *flows)
+            if step == lag:
                 self._begin_backward(second)
+            self._block(table[FIRST_COMBINE:SECOND_LAYER_DONE], *flows)
             if step == len(layers):
                 self._nodes(B, first, "embedding")
-            self._block(BACKWARD_WITH_BACKWARD_REST, *flows)
+            self._norm_before(stages[2], second)
+            self._block(table[SECOND_LAYER_DONE:], *flows)
         self._nodes(B, second, "embedding")
 
     def _begin_backward(self, microbatch: int) -> None:

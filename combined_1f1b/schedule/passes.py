@@ -13,9 +13,10 @@ from combined_1f1b.schedule.shape import PlanShape
 def add_sharding(shape: PlanShape, ops: tuple[Op, ...]) -> tuple[Op, ...]:
     """Insert GATHER, FREE and REDUCE.
 
-    A unit is gathered when its flow starts the stage before the one that uses it, and freed after the last use in that
-    stage. Where the next use begins no later than the op after the last one, the unit stays gathered instead; so it does
-    while another flow still uses it. REDUCE comes right after the last gradient of a micro-batch, before the FREE.
+    A unit is gathered one layer ahead: when its flow enters the last layer before the stage that uses it, or, for a flow
+    that has entered no layer yet, when any flow enters one. It is freed after the last use in that stage. Where the next
+    stretch begins no later than the op after the last use, the unit stays gathered instead; so it does while another
+    flow still uses it. REDUCE comes right after the last gradient of a micro-batch, before the FREE.
     """
     if not shape.gathered_units:
         return ops
@@ -24,11 +25,9 @@ def add_sharding(shape: PlanShape, ops: tuple[Op, ...]) -> tuple[Op, ...]:
     for unit, indices in _last_gradients(shape, ops).items():
         for index in indices:
             after[index].append(Op.on_unit(Kind.REDUCE, unit))
-    for unit, intervals in _intervals(shape, ops).items():
-        gather, free = Op.on_unit(Kind.GATHER, unit), Op.on_unit(Kind.FREE, unit)
-        for start, end in intervals:
-            before[start].append(gather)
-            after[end].append(free)
+    for unit, start, end in _stretches(shape, ops):
+        before[start].append(Op.on_unit(Kind.GATHER, unit))
+        after[end].append(Op.on_unit(Kind.FREE, unit))
     result: list[Op] = []
     for index, op in enumerate(ops):
         result += before.get(index, ())
@@ -49,45 +48,63 @@ def _last_gradients(shape: PlanShape, ops: Sequence[Op]) -> dict[str, list[int]]
     return {unit: list(indices.values()) for unit, indices in last.items()}
 
 
-def _intervals(shape: PlanShape, ops: Sequence[Op]) -> dict[str, list[tuple[int, int]]]:
-    """unit -> stretches of ops (first, last) during which it is gathered."""
+def _stretches(shape: PlanShape, ops: Sequence[Op]) -> list[tuple[str, int, int]]:
+    """Stretches of ops during which a unit is gathered: (unit, first, last), in the order of the unit's first use."""
     uses = shape.node_units
-    spans: dict[str, list[list[int]]] = {unit: [] for unit in shape.gathered_units}
-    # Per flow: its stage, where the stage began and where the stage before began, and the spans opened in this stage.
-    flows: dict[tuple[bool, int | None], tuple[str, int, int, dict[str, list[int]]]] = {}
+    layers = {stage.name for stage in shape.layer_stages}
+    found: list[_Stretch] = []
+    latest: dict[str, _Stretch] = {}
+    flows: dict[tuple[bool, int | None], _Flow] = {}
+    entered = 0  # the op at which any flow entered a layer last
     for index, op in enumerate(ops):
         if op.kind not in NODE_KINDS:
             continue
         key = (op.kind is Kind.FORWARD, op.microbatch)
-        stage, began, began_before, opened = flows.get(key, ("", index, index, {}))
-        if stage != op.stage:
-            began, began_before, opened = index, began, {}
-            flows[key] = (op.stage, began, began_before, opened)
+        flow = flows.get(key)
+        if flow is None:
+            flow = flows[key] = _Flow(entered)
+        if op.stage != flow.stage:
+            flow.enter(op.stage, index, op.stage in layers)
+            if op.stage in layers:
+                entered = index
         for unit in uses[op.stage, op.part]:
-            if unit in opened:
-                opened[unit][1] = index
-            else:
-                span = opened[unit] = [began_before, index]
-                spans[unit].append(span)
-    return {unit: _merged(found) for unit, found in spans.items()}
+            stretch = latest.get(unit)
+            # Gathering again at once after the FREE would be wasted traffic.
+            if stretch is None or flow.ahead > stretch.last + 1:
+                stretch = latest[unit] = _Stretch(unit, flow.ahead)
+                found.append(stretch)
+            stretch.last = index
+    return [(stretch.unit, stretch.first, stretch.last) for stretch in found]
 
 
-def _merged(spans: list[list[int]]) -> list[tuple[int, int]]:
-    """Join spans that overlap or touch: gathering again at once would be wasted traffic."""
-    merged: list[list[int]] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1] + 1:
-            merged[-1][1] = max(merged[-1][1], end)
-        else:
-            merged.append([start, end])
-    return [(start, end) for start, end in merged]
+class _Stretch:
+    """One stretch, while it is being found."""
+
+    __slots__ = ("first", "last", "unit")
+
+    def __init__(self, unit: str, first: int) -> None:
+        self.unit, self.first, self.last = unit, first, first
+
+
+class _Flow:
+    """A flow's stage, where it entered its latest layer, and where the gathers for its stage belong."""
+
+    __slots__ = ("ahead", "entered", "stage")
+
+    def __init__(self, entered: int) -> None:
+        self.stage, self.entered, self.ahead = "", entered, entered
+
+    def enter(self, stage: str, index: int, is_layer: bool) -> None:
+        self.stage, self.ahead = stage, self.entered
+        if is_layer:
+            self.entered = index
 
 
 def add_waits(shape: PlanShape, ops: tuple[Op, ...]) -> tuple[Op, ...]:
     """Give every op the fewest waits that its dependencies on other lanes need.
 
-    A lane's clock says up to which op it has seen each other lane. What the clock already covers needs no wait. Later ops
-    are looked at first, because what a later op has seen an earlier one cannot add to.
+    A lane's clock says up to which op it has seen each other lane. What the clock already covers needs no wait. Later
+    ops are looked at first: an earlier one cannot stand for them.
     """
     lanes = [LANE_NUMBER[op.issue_lane] for op in ops]
     clocks = [[-1] * len(LANE_NUMBER) for _ in LANE_NUMBER]

@@ -4,8 +4,8 @@
                                                                     | executor, validator, simulator, drawings
 
 One iteration is one plan. Ops are issued from first to last by one thread; each runs on its lane's stream after the
-lane's ops before it and after its waits. Before the first op the comm and gather lanes are forked from the compute lane,
-after the last op everything is joined to it.
+lane's ops before it and after its waits. Before the first op the comm and gather lanes are forked from the compute
+lane, after the last op everything is joined to it.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ class Plan:
 
     @cached_property
     def signals(self) -> frozenset[int]:
-        """Indices of the ops whose completion another lane waits for: an event is recorded after these and no others."""
+        """Indices of the ops that another lane waits for: an event is recorded after these and no others."""
         return frozenset(other for waits in self.wait_indices for other in waits)
 
     @cached_property
     def clocks(self) -> tuple[tuple[int, ...], ...]:
-        """For every op, the latest op of each issue lane that is done once this op starts (its own index on its own lane).
+        """For every op, the latest op of each issue lane that is done once this op starts (on its own lane: its index).
 
         Lanes are in the order of ISSUE_LANES; -1 means none.
         """
@@ -130,9 +130,9 @@ class Plan:
     def release_after(self, consumer: int, producer_lane: Lane) -> int:
         """Return the index of the first op issued on `producer_lane` that starts only once op `consumer` is done.
 
-        Memory that the producer's lane allocated and `consumer` reads on another lane may be given back once the waits of
-        that op are issued. `len(ops)` means: after the joins at the end. A consumer on the producer's own lane needs no
-        wait, and its own index is returned.
+        Memory that the producer's lane allocated and `consumer` reads on another lane may be given back once the waits
+        of that op are issued. `len(ops)` means: after the joins at the end. A consumer on the producer's own lane needs
+        no wait, and its own index is returned.
         """
         lane = self.ops[consumer].issue_lane
         if lane is producer_lane:

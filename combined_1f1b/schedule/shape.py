@@ -1,4 +1,4 @@
-"""What a plan is built for: the model's stages and parts, the FSDP units they use, and the choices that change the order.
+"""What a plan is built for: the model's stages and parts, the FSDP units they use, and the choices about the order.
 
 A micro-batch's forward visits the stages in this order, its backward in reverse:
 
@@ -46,8 +46,8 @@ class PlanShape:
         units: FSDP units that exist; None means all that the shape implies.
         trainable_units: units that get gradients; None means all units.
         pair_head_and_tail: interleave the first two forwards and the last two backwards.
-        interleave_head: with pair_head_and_tail, False runs the first two forwards one after the other (needed when they
-            draw random numbers); the tail is interleaved all the same.
+        interleave_head: with pair_head_and_tail, False runs the first two forwards one after the other (needed when
+            they draw random numbers); the tail is interleaved all the same.
         delay_wgrad: weight gradients are ops of their own.
         early_attention_release: issue the attention's backward before the other micro-batch's experts.
         combine_parameters: a layer's combine uses parameters of the layer (latent projections).
@@ -163,9 +163,11 @@ class PlanShape:
 
     @cached_property
     def held_units(self) -> tuple[str, ...]:
-        """Units whose gradients of one micro-batch come from both ends of the model: the embedding's, when it is tied or
-        multi-token prediction reads it. When two backwards are interleaved the second one's early gradients of these
-        arrive before the first one's reduction, and the executor keeps them apart until then."""
+        """Units whose gradients of one micro-batch come from both ends of the model.
+
+        That is the embedding, when it is tied or multi-token prediction reads it. When two backwards are interleaved,
+        the second one's early gradients arrive before the first one's reduction, and the executor keeps them apart.
+        """
         both_ends = self.tied_embeddings or self.num_mtp_layers > 0
         return ("embedding",) if both_ends and "embedding" in self.reduced_units else ()
 

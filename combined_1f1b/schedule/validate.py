@@ -1,7 +1,7 @@
 """Checks of a plan. Each bad plan is refused at its first bad op, with the plan around it.
 
-What an op needs is asked of `dependencies`. This file adds what concerns lanes: waits name earlier ops of other lanes, and
-every dependency on another lane is covered by a wait, directly or through what the waited-for op has seen.
+What an op needs is asked of `dependencies`. This file adds what concerns lanes: waits name earlier ops of other lanes,
+and every dependency on another lane is covered by a wait, directly or through what the waited-for op has seen.
 """
 
 from __future__ import annotations

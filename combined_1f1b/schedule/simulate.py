@@ -1,0 +1,206 @@
+"""How long a plan takes on idealised lanes, and how much of its traffic runs under compute.
+
+Every op starts when its lane is free and its waits are done; issuing costs nothing. A REDUCE packs on the compute lane once
+the reduction stream is free, and reduces there. Times are relative: a layer's attention forward is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from combined_1f1b.schedule.dependencies import LANE_NUMBER
+from combined_1f1b.schedule.ops import COMM_PARTS, Kind, Lane, Op
+from combined_1f1b.schedule.plan import Plan
+from combined_1f1b.schedule.shape import WEIGHT_PARTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Time of each kind of op, in units of one attention forward or in seconds; all of one plan in the same unit.
+
+    Attributes:
+        embedding .. loss: forward time of a part or stage. `dispatch` and `combine` take as long in the backward.
+        backward: a compute node's backward time as a multiple of its forward, weight gradients included.
+        weight: the part of `backward` that is weight gradients, which W takes over when they are delayed.
+        gather, reduce: time of a unit's all-gather and reduction. `pack`: its copy on the compute lane before the reduction.
+        unit_scale: unit name -> multiple of `gather`, `reduce` and `pack` for units that are larger or smaller.
+    """
+
+    embedding: float = 0.1
+    attention: float = 1.0
+    dispatch: float = 0.6
+    experts: float = 1.0
+    mlp: float = 1.0
+    combine: float = 0.6
+    postprocess: float = 0.1
+    final_norm: float = 0.05
+    output_layer: float = 0.8
+    loss: float = 0.05
+    backward: float = 2.0
+    weight: float = 1.0
+    gather: float = 0.4
+    reduce: float = 0.4
+    pack: float = 0.05
+    unit_scale: dict[str, float] = field(default_factory=dict)
+
+    def node(self, kind: Kind, name: str, delay_wgrad: bool) -> float:
+        """Return the time of a node's op; `name` is its part, or its stage when it has no part."""
+        forward: float = getattr(self, name)
+        if kind is Kind.FORWARD or name in COMM_PARTS:
+            return forward
+        if kind is Kind.WEIGHT:
+            return forward * self.weight
+        split = delay_wgrad and name in WEIGHT_PARTS
+        return forward * (self.backward - self.weight if split else self.backward)
+
+
+class Span(NamedTuple):
+    """When an op ran on a lane. A REDUCE has two: packing on the compute lane, then the reduction."""
+
+    index: int
+    lane: Lane
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a simulated iteration took.
+
+    Attributes:
+        makespan: time from the first op to the end of the last one.
+        compute_busy, comm_busy: time during which the lane had work.
+        exposed_comm: time during which the comm lane had work and the compute lane had none.
+        hidden_fraction: part of `comm_busy` that is not exposed; 1 without traffic.
+        peak_microbatches: most micro-batches between their first forward op and their last backward op at one time.
+        comm_ops: dispatch and combine ops, forward and backward.
+        comm_ops_under_partner: those beside which a compute node of another flow may run, by the plan's waits alone.
+        spans: when each op ran, in the order of the plan.
+    """
+
+    makespan: float
+    compute_busy: float
+    comm_busy: float
+    exposed_comm: float
+    hidden_fraction: float
+    peak_microbatches: int
+    comm_ops: int
+    comm_ops_under_partner: int
+    spans: tuple[Span, ...] = field(repr=False)
+
+
+def simulate(plan: Plan, cost: CostModel | None = None) -> Simulation:
+    """Simulate a plan.
+
+    Args:
+        plan: a valid plan.
+        cost: times of the ops; relative defaults when None.
+    """
+    spans = _spans(plan, cost or CostModel())
+    compute = [(span.start, span.end) for span in spans if span.lane is Lane.COMPUTE]
+    comm = [(span.start, span.end) for span in spans if span.lane is Lane.COMM]
+    comm_busy = _total(comm)
+    hidden = _overlap(compute, comm)
+    return Simulation(
+        makespan=max((span.end for span in spans), default=0.0),
+        compute_busy=_total(compute),
+        comm_busy=comm_busy,
+        exposed_comm=comm_busy - hidden,
+        hidden_fraction=hidden / comm_busy if comm_busy else 1.0,
+        peak_microbatches=peak_microbatches(plan.ops),
+        comm_ops=sum(op.lane is Lane.COMM for op in plan.ops),
+        comm_ops_under_partner=comm_ops_under_partner(plan),
+        spans=tuple(spans),
+    )
+
+
+def _spans(plan: Plan, cost: CostModel) -> list[Span]:
+    node_cost: dict[tuple[Kind, str], float] = {}
+    lane_free = dict.fromkeys(Lane, 0.0)
+    end_of: list[float] = []
+    spans: list[Span] = []
+    for index, (op, waits) in enumerate(zip(plan.ops, plan.wait_indices, strict=True)):
+        kind, lane = op.kind, op.issue_lane
+        start = lane_free[lane]
+        for other in waits:
+            start = max(start, end_of[other])
+        if kind is Kind.FREE or kind is Kind.BEGIN_BACKWARD:
+            if kind is Kind.BEGIN_BACKWARD:
+                lane_free[Lane.REDUCE] = max(lane_free[Lane.REDUCE], start)
+            end = start
+        elif kind is Kind.GATHER:
+            end = start + cost.gather * cost.unit_scale.get(op.unit, 1.0)
+        elif kind is Kind.REDUCE:
+            scale = cost.unit_scale.get(op.unit, 1.0)
+            start = max(start, lane_free[Lane.REDUCE])
+            end = start + cost.pack * scale
+            lane_free[Lane.REDUCE] = end + cost.reduce * scale
+        else:
+            key = (kind, op.part or op.stage)
+            if key not in node_cost:
+                node_cost[key] = cost.node(kind, key[1], plan.shape.delay_wgrad)
+            end = start + node_cost[key]
+        lane_free[lane] = end
+        end_of.append(end)
+        spans.append(Span(index, lane, start, end))
+        if kind is Kind.REDUCE:
+            spans.append(Span(index, Lane.REDUCE, end, lane_free[Lane.REDUCE]))
+    return spans
+
+
+def _total(intervals: Sequence[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def _overlap(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> float:
+    """Time that two lanes are busy at once; each lane's intervals are in order and do not overlap."""
+    total, place = 0.0, 0
+    for start, end in second:
+        while place < len(first) and first[place][1] <= start:
+            place += 1
+        at = place
+        while at < len(first) and first[at][0] < end:
+            total += min(end, first[at][1]) - max(start, first[at][0])
+            at += 1
+    return total
+
+
+def peak_microbatches(ops: Sequence[Op]) -> int:
+    """Return the most micro-batches whose activations are alive at one time, whole or in part."""
+    last = {op.microbatch: index for index, op in enumerate(ops) if op.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+    alive: set[int | None] = set()
+    peak = 0
+    for index, op in enumerate(ops):
+        if op.kind is Kind.FORWARD:
+            alive.add(op.microbatch)
+            peak = max(peak, len(alive))
+        elif last.get(op.microbatch) == index:
+            alive.discard(op.microbatch)
+    return peak
+
+
+def comm_ops_under_partner(plan: Plan) -> int:
+    """Count the dispatch and combine ops beside which a node of another flow may run on the compute lane.
+
+    A compute op may run beside a comm op when neither waits for the other, directly or through other ops.
+    """
+    ops = plan.ops
+    number = LANE_NUMBER[Lane.COMPUTE]
+    nodes = [i for i, op in enumerate(ops) if op.issue_lane is Lane.COMPUTE and op.microbatch is not None and op.stage]
+    count = place = 0
+    for index, op in enumerate(ops):
+        if op.lane is not Lane.COMM:
+            continue
+        before, after = plan.clocks[index][number], plan.release_after(index, Lane.COMPUTE)
+        while place < len(nodes) and nodes[place] <= before:
+            place += 1
+        at = place
+        while at < len(nodes) and nodes[at] < after:
+            partner = ops[nodes[at]]
+            if partner.microbatch != op.microbatch or (partner.kind is Kind.FORWARD) != (op.kind is Kind.FORWARD):
+                count += 1
+                break
+            at += 1
+    return count
