@@ -45,7 +45,7 @@ def seed(value: int) -> None:
 
 
 def build(*, dtype: str = "fp32", tied: bool = False, **changes: Any) -> torch.nn.Module:
-    """A GPTModel of hidden 12 with 4 experts and 3 layers (the middle one dense); a Float16Module when half precision."""
+    """A GPTModel of hidden 12, 4 experts, 3 layers (the middle one dense), in a Float16Module when half precision."""
     settings = {
         "num_layers": 3,
         "hidden_size": 12,
@@ -233,3 +233,12 @@ def differing(tensors: dict[str, torch.Tensor], others: dict[str, torch.Tensor])
     assert tensors.keys() == others.keys(), tensors.keys() ^ others.keys()
     assert tensors
     return {name for name, tensor in tensors.items() if not torch.equal(tensor, others[name])}
+
+
+def freeze(model: torch.nn.Module, prefix: str) -> torch.nn.Module:
+    """The model with every parameter frozen whose name in the innermost model starts with the prefix."""
+    frozen = [parameter for name, parameter in innermost(model).named_parameters() if name.startswith(prefix)]
+    assert frozen, prefix
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    return model
