@@ -1,0 +1,153 @@
+"""Our options, and every check on Megatron's configuration: each refusal names the flag, its value and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from combined_1f1b.errors import ConfigError
+
+FLAG = "overlap_moe_expert_parallel_comm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapOptions:
+    """What Megatron's config has no field for.
+
+    Attributes:
+        pair_head_and_tail: interleave the first two forwards with each other and the last two backwards too, so that no
+            traffic stays exposed; costs one more micro-batch of activations. Not available yet.
+
+    Raises:
+        ConfigError: an option cannot work.
+    """
+
+    pair_head_and_tail: bool = False
+
+    def __post_init__(self) -> None:
+        if self.pair_head_and_tail:
+            raise ConfigError.of(
+                "pair_head_and_tail", True, "the executor does not run head and tail pairs yet", "use pair_head_and_tail=False"
+            )
+
+
+class _Refusal(NamedTuple):
+    flag: str
+    is_bad: Callable[[Any], bool]
+    reason: str
+    fix: str
+
+
+def _refuse_set(flag: str, reason: str, fix: str) -> _Refusal:
+    return _Refusal(flag, lambda config: bool(getattr(config, flag, None)), reason, fix)
+
+
+_REFUSALS = (
+    _Refusal(
+        "num_moe_experts",
+        lambda config: not config.num_moe_experts,
+        "a model without experts has no expert-parallel traffic",
+        f"set num_moe_experts, or {FLAG}=False",
+    ),
+    _Refusal(
+        "moe_token_dispatcher_type",
+        lambda config: config.moe_token_dispatcher_type not in ("alltoall", "flex"),
+        "only an all-to-all can be issued apart from the experts",
+        "use moe_token_dispatcher_type='alltoall' (or 'flex')",
+    ),
+    _Refusal(
+        "pipeline_model_parallel_size",
+        lambda config: config.pipeline_model_parallel_size > 1 and config.virtual_pipeline_model_parallel_size is None,
+        "pipelines without virtual stages are not scheduled yet",
+        "set virtual_pipeline_model_parallel_size, or use pipeline_model_parallel_size=1",
+    ),
+    _Refusal(
+        "recompute_granularity",
+        lambda config: config.recompute_granularity == "full",
+        "a whole layer that is recomputed cannot be cut into nodes",
+        "use recompute_granularity='selective' with recompute_modules",
+    ),
+    _refuse_set("recompute_method", "it belongs to full recomputation", "use recompute_method=None"),
+    _refuse_set("recompute_num_layers", "it belongs to full recomputation", "use recompute_num_layers=None"),
+    _Refusal(
+        "recompute_modules",
+        lambda config: config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ()),
+        "recomputing the whole MoE layer would repeat its all-to-alls inside one node",
+        "leave 'moe' out; 'moe_act', 'layernorm' and 'shared_experts' work",
+    ),
+    _refuse_set(
+        "moe_shared_expert_overlap",
+        "it moves the shared experts onto a stream of its own",
+        "use moe_shared_expert_overlap=False: the schedule runs them beside the traffic already",
+    ),
+    _Refusal(
+        "mtp_num_layers",
+        lambda config: (config.mtp_num_layers or 0) > 1,
+        "Megatron's layer callables take one multi-token prediction layer",
+        "use mtp_num_layers=1 or None",
+    ),
+    _refuse_set("fp8", "the nodes do not enter the quantisation contexts yet", "use bf16 or fp16"),
+    _refuse_set("fp4", "the nodes do not enter the quantisation contexts yet", "use bf16 or fp16"),
+    _refuse_set(
+        "delay_wgrad_compute", "delayed weight gradients are not scheduled yet", "use delay_wgrad_compute=False"
+    ),
+    _refuse_set(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "it overlaps the same traffic in another way",
+        "use overlap_dispatch_backward_with_experts_wgrad=False",
+    ),
+    _Refusal(
+        "cuda_graph_impl",
+        lambda config: config.cuda_graph_impl != "none",
+        "graphs of single modules are not scheduled yet",
+        "use cuda_graph_impl='none'",
+    ),
+    _refuse_set("cpu_offloading", "it hooks into whole layers", "use cpu_offloading=False"),
+    _refuse_set(
+        "fine_grained_activation_offloading",
+        "its groups assume the order of the plain schedule",
+        "use fine_grained_activation_offloading=False",
+    ),
+    _refuse_set("moe_paged_stash", "it assumes the order of the plain schedule", "use moe_paged_stash=False"),
+    _refuse_set("hybrid_context_parallel", "it has a schedule of its own", "use hybrid_context_parallel=False"),
+    _Refusal(
+        "mlp_chunks_for_training",
+        lambda config: getattr(config, "mlp_chunks_for_training", 1) > 1,
+        "a chunked MoE layer does one all-to-all per chunk",
+        "use mlp_chunks_for_training=1",
+    ),
+    _Refusal(
+        "transformer_impl",
+        lambda config: config.transformer_impl == "inference_optimized",
+        "inference layers are not trained",
+        "use transformer_impl='local' or 'transformer_engine'",
+    ),
+)
+
+REFUSED_FLAGS = tuple(refusal.flag for refusal in _REFUSALS)
+
+
+def check_config(config: Any) -> None:
+    """Check a TransformerConfig that asks for the overlap.
+
+    Args:
+        config: a TransformerConfig, finished or in its `__post_init__`.
+
+    Raises:
+        ConfigError: the first setting that cannot work with this package's schedule.
+    """
+    for refusal in _REFUSALS:
+        if refusal.is_bad(config):
+            raise ConfigError.of(refusal.flag, getattr(config, refusal.flag), f"{refusal.reason} ({FLAG}=True)", refusal.fix)
+
+
+def check_disabled(config: Any) -> None:
+    """Check a TransformerConfig that does not ask for the overlap, for settings that need it.
+
+    Raises:
+        ConfigError: a setting that only the overlap gives a meaning.
+    """
+    for flag in ("delay_wgrad_compute", "ep_overlap_early_attn_memory_release"):
+        if getattr(config, flag, False):
+            raise ConfigError.of(flag, True, f"it has no meaning with {FLAG}=False", f"set {FLAG}=True or {flag}=False")

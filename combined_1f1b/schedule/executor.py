@@ -1,0 +1,105 @@
+"""Issue a plan's ops, one after the other, each on its lane after its waits. Nothing here decides an order.
+
+    for op in plan:  wait on the op's lane  ->  drop what no lane reads any more  ->  handlers[op.kind](op)  ->  record
+
+A handler returns references that have to outlive the lanes' use of them (see `node.py`); the plan says at which op the
+allocating lane has caught up, and they are dropped once that op's waits are issued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from combined_1f1b.schedule.ops import NODE_KINDS, Kind, Lane, Op
+from combined_1f1b.schedule.plan import Plan
+from combined_1f1b.schedule.streams import Lanes
+
+
+class Issue(NamedTuple):
+    """One op as the executor needs it.
+
+    Attributes:
+        index: position in the plan.
+        op: the op.
+        waits: indices of the ops whose events its lane waits for.
+        signals: whether another lane waits for it.
+        release: index of the op at which its held references are dropped; its own index if there is nothing to hold for.
+        is_last_reduction: whether it is its unit's last REDUCE.
+    """
+
+    index: int
+    op: Op
+    waits: tuple[int, ...]
+    signals: bool
+    release: int
+    is_last_reduction: bool
+
+
+Handler = Callable[[Issue], Any]
+
+_OTHER_LANE = {Lane.COMPUTE: Lane.COMM, Lane.COMM: Lane.COMPUTE}
+
+
+@lru_cache(maxsize=64)
+def compile_plan(plan: Plan) -> tuple[Issue, ...]:
+    """Look up once per plan what the loop would otherwise look up at every op."""
+    neighbour: dict[tuple[Kind, int | None], Lane] = {}
+    issues = []
+    for index, op in enumerate(plan.ops):
+        release = index
+        if op.kind in NODE_KINDS:
+            flow = (op.kind, op.microbatch)
+            if neighbour.get(flow, op.lane) is not op.lane:
+                release = plan.release_after(index, _OTHER_LANE[op.lane])
+            neighbour[flow] = op.lane
+        issues.append(
+            Issue(
+                index=index,
+                op=op,
+                waits=plan.wait_indices[index],
+                signals=index in plan.signals,
+                release=release,
+                is_last_reduction=index in plan.last_reductions,
+            )
+        )
+    return tuple(issues)
+
+
+def execute(plan: Plan, *, lanes: Lanes, handlers: Mapping[Kind, Handler]) -> None:
+    """Issue every op of the plan.
+
+    Args:
+        plan: the iteration's plan.
+        lanes: its streams; the caller forks and joins them.
+        handlers: what to do for each kind of op.
+
+    Raises:
+        Exception: whatever a handler raises, unchanged, with the plan around the op as a note.
+    """
+    streams, compute = lanes.streams, lanes.compute
+    events: dict[int, Any] = {}
+    held: dict[int, list[Any]] = {}
+    for issue in compile_plan(plan):
+        op = issue.op
+        stream = streams[op.issue_lane]
+        for index in issue.waits:
+            stream.wait_event(events[index])
+        held.pop(issue.index, None)
+        try:
+            if stream is compute:
+                references = handlers[op.kind](issue)
+            else:
+                with torch.cuda.stream(stream):
+                    references = handlers[op.kind](issue)
+        except Exception as error:
+            error.add_note(f"while issuing op {issue.index}, {op.name}, of the plan:\n{plan.excerpt(issue.index)}")
+            raise
+        if issue.release > issue.index and references:
+            held.setdefault(issue.release, []).append(references)
+        if issue.signals:
+            events[issue.index] = stream.record_event()
+    lanes.join()  # what is held to the end may go only after this

@@ -1,0 +1,294 @@
+"""The cut of a GPTModel into nodes: the only place that knows Megatron's model.
+
+    embedding | L0: attention dispatch experts combine | ... | final_norm | M0: ... postprocess | output_layer
+
+Layers are cut by Megatron's own `build_layer_callables`, so that shared experts, multi-token prediction, flex dispatchers
+and recompute stay in step with Megatron. What those callables leave out against the plain forward is added here
+(padding mask for the router, fp32 residual, the random-state fork of sequence parallelism) or refused in `config.py`.
+No layer is told that it is the last one: the decoder's final norm is a node of its own, on the compute lane, and a dense
+last layer keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.fine_grained_callables import build_layer_callables
+from megatron.core.transformer.module import float16_to_fp32
+from megatron.core.utils import make_viewless_tensor
+
+from combined_1f1b.schedule.module_state import LayerModuleState
+from combined_1f1b.schedule.node import Node, no_record_stream
+from combined_1f1b.schedule.recorder import RecordedCall
+from combined_1f1b.schedule.shape import DENSE_PARTS, MTP_PARTS
+from combined_1f1b.schedule.shared_weights import SharedWeights
+
+NodeKey = tuple[str, str]
+"""(stage, part) as in an op; the part is "" for a stage without parts."""
+
+
+class NodeTemplate(NamedTuple):
+    """What the nodes of one (stage, part) share between micro-batches."""
+
+    function: Callable[..., Any]
+    layer_state: LayerModuleState | None
+    keep_graph: bool
+    is_first_layer: bool
+    is_last_layer: bool
+    is_mtp: bool
+
+
+class MicroBatch:
+    """One micro-batch on its way through the nodes of a model chunk.
+
+    Attributes:
+        values: outputs of the node that ran last forward, inputs of the next.
+        gradients: input gradients of the node that ran last backward, output gradients of the next.
+        loss: what the loss function returned, scaled as Megatron scales it, between its forward and its backward.
+        loss_node: the segment that computed it.
+    """
+
+    def __init__(self, *, index: int, chunk: ModelChunk, call: RecordedCall, apart: bool) -> None:
+        self.index = index
+        self.values: tuple[torch.Tensor | None, ...] = ()
+        self.gradients: tuple[torch.Tensor | None, ...] = ()
+        self.loss: torch.Tensor | None = None
+        self.loss_node: Node | None = None
+        self.loss_func = call.loss_func
+        self.shared = SharedWeights() if apart else None
+        state = SimpleNamespace(**call.arguments)
+        state.call = call
+        state.shared = self.shared
+        state.model = chunk.view(self.shared)
+        state.context = state.context_mask = state.attention_bias = state.mtp_hidden_states = None
+        self.chunk_state = state
+        self._layer_states: dict[str, SimpleNamespace] = {}
+        self._nodes: dict[NodeKey, Node] = {}
+        self._templates = chunk.templates
+
+    def node(self, key: NodeKey) -> Node:
+        """The node of this (stage, part), made on first use, with the layer's modules holding this micro-batch's state."""
+        template = self._templates[key]
+        if template.layer_state is not None:
+            template.layer_state.activate(self.index)
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = Node(
+                template.function,
+                layer_state=self._layer_states.setdefault(key[0], SimpleNamespace()),
+                chunk_state=self.chunk_state,
+                keep_graph=template.keep_graph,
+                is_first_layer=template.is_first_layer,
+                is_last_layer=template.is_last_layer,
+                is_mtp=template.is_mtp,
+            )
+        return node
+
+
+class ModelChunk:
+    """A GPTModel cut into node templates. Built once per model; `is_current` says whether the model is still the same.
+
+    Args:
+        model: the innermost model, a megatron.core GPTModel.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.config = model.config
+        self.layers = tuple(model.decoder.layers)
+        self.mtp_layers = tuple(model.mtp.layers) if getattr(model, "mtp_process", False) else ()
+        self.layer_states: list[LayerModuleState] = []
+        self.templates: dict[NodeKey, NodeTemplate] = {
+            ("embedding", ""): _template(self._embedding),
+            ("final_norm", ""): _template(self._final_norm),
+            ("output_layer", ""): _template(self._output_layer),
+        }
+        for index, layer in enumerate(self.layers):
+            self._add_layer(f"L{index}", layer, layer, is_first_layer=index == 0, is_last_layer=False, is_mtp=False)
+        for index, layer in enumerate(self.mtp_layers):
+            last = index == len(self.mtp_layers) - 1
+            inner = layer.mtp_model_layer
+            self._add_layer(f"M{index}", layer, inner, is_first_layer=index == 0, is_last_layer=last, is_mtp=True)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the mixture-of-experts layers of the decoder."""
+        return tuple(index for index in range(len(self.layers)) if (f"L{index}", "dispatch") in self.templates)
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Whether the output layer uses the embedding's weight."""
+        return bool(self.model.share_embeddings_and_output_weights)
+
+    @property
+    def has_final_norm(self) -> bool:
+        """Whether the decoder ends with a norm."""
+        return self.model.decoder.final_layernorm is not None
+
+    def is_current(self) -> bool:
+        """Whether the layers are still those that were cut."""
+        return self.layers == tuple(self.model.decoder.layers)
+
+    def view(self, shared: SharedWeights | None) -> Any:
+        """What Megatron's callables see as the model: the multi-token prediction layers embed through it."""
+        embedding = getattr(self.model, "embedding", None)
+        if shared is not None and embedding is not None:
+            embedding = _AliasedEmbedding(embedding, shared)
+        return SimpleNamespace(decoder=self.model.decoder, embedding=embedding, vp_stage=self.model.vp_stage)
+
+    def reset_module_state(self) -> None:
+        """Forget what the layers' modules keep of any micro-batch."""
+        for state in self.layer_states:
+            state.reset()
+
+    def _add_layer(self, stage: str, layer: Any, inner: Any, **flags: bool) -> None:
+        functions, _ = build_layer_callables(layer)
+        is_moe = hasattr(inner.mlp, "token_dispatcher")
+        state = LayerModuleState(inner) if is_moe else None
+        if state is not None:
+            self.layer_states.append(state)
+        parts = MTP_PARTS if flags["is_mtp"] else ("attention", "dispatch", "experts", "combine")
+        for part, function in zip(parts, functions, strict=False):
+            if not is_moe and part in ("dispatch", "combine"):
+                continue
+            if part == "attention" and is_moe:
+                function = _with_padding_mask(function, inner.mlp)
+            if part == "combine":
+                function = _with_own_residual(function, fp32=self.config.fp32_residual_connection)
+            if self.config.sequence_parallel and not flags["is_mtp"]:
+                function = _with_random_fork(function)
+            part = part if is_moe or part == "attention" else DENSE_PARTS[1]
+            self.templates[stage, part] = NodeTemplate(
+                function, state, keep_graph=part in ("dispatch", "combine"), **flags
+            )
+
+    def _embedding(self, node: Node) -> torch.Tensor:
+        state = node.chunk_state
+        decoder_input = state.decoder_input if self.model.pre_process else state.call.input_tensor
+        preprocessed = self.model._preprocess(
+            input_ids=state.input_ids,
+            position_ids=state.position_ids,
+            decoder_input=decoder_input,
+            packed_seq_params=state.packed_seq_params,
+            padding_mask=state.padding_mask,
+        )
+        hidden, state.rotary_pos_emb, state.rotary_pos_cos, state.rotary_pos_sin = preprocessed[:4]
+        state.sequence_len_offset, state.padding_mask = preprocessed[4:6]
+        state.decoder_input = hidden
+        return hidden
+
+    def _final_norm(self, node: Node, hidden: torch.Tensor) -> torch.Tensor:
+        output = self.model.decoder.final_layernorm(hidden)
+        return make_viewless_tensor(inp=output, requires_grad=output.requires_grad, keep_graph=True)
+
+    def _output_layer(self, node: Node, hidden: torch.Tensor) -> torch.Tensor:
+        state = node.chunk_state
+        recorded = state.call.arguments  # multi-token prediction has rolled the ids and the mask in the chunk state
+        with self._aliased_output_weight(state.shared):
+            output = self.model._postprocess(
+                hidden_states=hidden,
+                input_ids=recorded["input_ids"],
+                position_ids=recorded["position_ids"],
+                labels=state.labels,
+                rotary_pos_emb=state.rotary_pos_emb,
+                rotary_pos_cos=state.rotary_pos_cos,
+                rotary_pos_sin=state.rotary_pos_sin,
+                mtp_in_postprocess=False,
+                loss_mask=state.loss_mask,
+                decoder_input=state.decoder_input,
+                attention_mask=state.attention_mask,
+                padding_mask=state.padding_mask,
+                packed_seq_params=state.packed_seq_params,
+                sequence_len_offset=state.sequence_len_offset,
+                runtime_gather_output=state.runtime_gather_output,
+                output_processor=state.output_processor,
+                output_processor_context=state.output_processor_context,
+            )
+        return float16_to_fp32(output) if state.call.output_to_float32 else output
+
+    def _aliased_output_weight(self, shared: SharedWeights | None) -> Any:
+        if shared is None or not self.tied_embeddings:
+            return nullcontext()
+        return _shadowed_method(
+            self.model, "shared_embedding_or_output_weight", lambda original: shared.alias(original())
+        )
+
+
+class _AliasedEmbedding:
+    """Calls the model's embedding with aliases of its weights, so that their gradients are held apart."""
+
+    def __init__(self, embedding: torch.nn.Module, shared: SharedWeights) -> None:
+        self._embedding = embedding
+        self._shared = shared
+
+    def __call__(self, **kwargs: Any) -> Any:
+        aliases = {name: self._shared.alias(weight) for name, weight in self._embedding.named_parameters()}
+        return torch.func.functional_call(self._embedding, aliases, args=(), kwargs=kwargs)
+
+
+class _shadowed_method:  # noqa: N801  used as a context manager only
+    """For the length of the context, a method of one instance is `replacement(original)`."""
+
+    def __init__(self, owner: Any, name: str, replacement: Callable[[Callable[[], Any]], Any]) -> None:
+        self._owner, self._name, self._replacement = owner, name, replacement
+
+    def __enter__(self) -> None:
+        original = getattr(self._owner, self._name)
+        vars(self._owner)[self._name] = lambda *args, **kwargs: self._replacement(lambda: original(*args, **kwargs))
+
+    def __exit__(self, *_exception: Any) -> None:
+        del vars(self._owner)[self._name]
+
+
+def _template(function: Callable[..., Any]) -> NodeTemplate:
+    return NodeTemplate(function, None, keep_graph=False, is_first_layer=False, is_last_layer=False, is_mtp=False)
+
+
+def _with_padding_mask(function: Callable[..., Any], moe: Any) -> Callable[..., Any]:
+    """The plain forward routes with the padding mask ([batch, sequence], True where padded); the callable drops it."""
+
+    def attention(node: Node, *tensors: torch.Tensor) -> Any:
+        if node.chunk_state.padding_mask is None:
+            return function(node, *tensors)
+        route = type(moe).route
+
+        def route_with_mask(hidden_states: torch.Tensor) -> Any:
+            # Read here: a multi-token prediction layer rolls the mask before it routes.
+            return route(moe, hidden_states, node.chunk_state.padding_mask.transpose(0, 1).bool())
+
+        vars(moe)["route"] = route_with_mask
+        try:
+            return function(node, *tensors)
+        finally:
+            del vars(moe)["route"]
+
+    return attention
+
+
+def _with_own_residual(function: Callable[..., Any], *, fp32: bool) -> Callable[..., Any]:
+    """Megatron keeps the residual stream in fp32 on request, and the callable calls record_stream on the residual."""
+    if not fp32:
+        return function
+
+    def combine(node: Node, *tensors: torch.Tensor) -> Any:
+        residual = node.layer_state.residual.float()
+        residual.record_stream = no_record_stream
+        node.layer_state.residual = residual
+        return function(node, *tensors)
+
+    return combine
+
+
+def _with_random_fork(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Under sequence parallelism the decoder draws from the model-parallel random state."""
+
+    def forked(node: Node, *tensors: torch.Tensor) -> Any:
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return function(node, *tensors)
+
+    return forked

@@ -1,0 +1,96 @@
+"""What a model, and one call of it, must look like for the schedule to cut it into nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from combined_1f1b.errors import ConfigError, UnsupportedModelError
+
+_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def innermost_model(model: Any) -> GPTModel:
+    """Unwrap `.module` until the GPTModel.
+
+    Raises:
+        UnsupportedModelError: there is none, or it cannot be cut into nodes.
+    """
+    inner = model
+    while not isinstance(inner, GPTModel) and hasattr(inner, "module"):
+        inner = inner.module
+    if not isinstance(inner, GPTModel):
+        raise UnsupportedModelError.of(
+            "model", type(inner).__name__, "only GPTModel can be cut into nodes", "set overlap_moe_expert_parallel_comm=False"
+        )
+    return inner
+
+
+def check_model(model: GPTModel) -> None:
+    """Check a model once, before its first step.
+
+    Raises:
+        UnsupportedModelError: a class or a hook that the schedule would pass by.
+    """
+    if type(model).forward is not GPTModel.forward and not hasattr(type(model), "parameter_groups"):
+        raise _unsupported(model, "overrides GPTModel.forward, which the schedule replaces")
+    layers = [*model.decoder.layers]
+    if getattr(model, "mtp_process", False):
+        layers += [layer.mtp_model_layer for layer in model.mtp.layers]
+    for layer in layers:
+        if not isinstance(layer, TransformerLayer):
+            raise _unsupported(layer, "is not a TransformerLayer")
+        for name in ("forward", "_forward_mlp"):
+            if getattr(type(layer), name) is not getattr(TransformerLayer, name):
+                raise _unsupported(layer, f"overrides TransformerLayer.{name}, which the schedule replaces")
+        modules = [layer, layer.mlp] if isinstance(layer.mlp, MoELayer) else [layer]
+        for module in modules:
+            _check_hooks(module)
+    _check_hooks(model.decoder)
+    if not any(isinstance(layer.mlp, MoELayer) for layer in layers):
+        raise UnsupportedModelError.of(
+            "model", type(model).__name__, "has no mixture-of-experts layer, so there is no traffic to hide",
+            "set overlap_moe_expert_parallel_comm=False",
+        )
+
+
+def check_arguments(config: Any, arguments: dict[str, Any]) -> None:
+    """Check what forward_step passed to the model.
+
+    Raises:
+        ConfigError: an argument that the nodes would drop.
+    """
+    for name in ("inference_context", "inference_params", "extra_block_kwargs"):
+        if arguments.get(name):
+            raise ConfigError.of(name, type(arguments[name]).__name__, "the schedule's nodes do not take it", f"pass {name}=None")
+    packed = arguments.get("packed_seq_params")
+    if packed is None:
+        return
+    if config.mtp_num_layers:
+        raise ConfigError.of(
+            "packed_seq_params", "set", "multi-token prediction's nodes do not take packed sequences", "set mtp_num_layers=None"
+        )
+    if getattr(packed, "tokens_per_sample", None) is not None:
+        raise ConfigError.of(
+            "packed_seq_params.tokens_per_sample",
+            packed.tokens_per_sample,
+            "the nodes route flattened samples as one",
+            "use one sample per micro-batch and leave it None",
+        )
+
+
+def _check_hooks(module: torch.nn.Module) -> None:
+    for name in _HOOKS:
+        if getattr(module, name):
+            kind = name.strip("_").replace("_", " ")
+            raise _unsupported(module, f"has {kind}, which the schedule would not call: it runs the parts inside")
+
+
+def _unsupported(module: torch.nn.Module, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError.of(
+        "model", type(module).__name__, reason, "remove it, or set overlap_moe_expert_parallel_comm=False"
+    )

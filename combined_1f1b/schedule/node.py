@@ -1,0 +1,185 @@
+"""A node: one segment of a micro-batch's autograd graph, run forward and backward at moments that the plan chooses.
+
+    forward:   tensors from the node before --(entry)--> function --> tensors for the node after
+    backward:  gradients from the node after --> engine --> (entry) gradients for the node before
+
+An entry cuts the graph: it is an identity whose backward keeps the gradient instead of passing it on. The graph holds no
+reference to the tensor that entered, and a node holds its outputs as gradient edges, so an activation lives exactly as
+long as some operation saved it. Nothing is freed by resizing a storage, which an output may alias.
+
+Memory of one stream that a second stream still reads is safe as long as it is referenced (the caching allocator reuses
+a block at once on the stream that allocated it). `Node.backward` therefore returns what has to be held, and the executor
+drops it at the point where the plan says the allocating lane has waited for the reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class _GradientSlot:
+    """Where an entry leaves the gradient of the tensor that entered."""
+
+    __slots__ = ("grad",)
+
+    def __init__(self) -> None:
+        self.grad: torch.Tensor | None = None
+
+
+class _Entry(torch.autograd.Function):
+    """Identity at the start of a segment; its backward stops there and leaves the gradient in a slot."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor, slot: _GradientSlot) -> torch.Tensor:
+        """Return an alias of `tensor`; `anchor` requires a gradient so that the alias does too."""
+        ctx.slot = slot
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        """Keep the gradient; nothing flows on. Multi-token prediction's postprocess reaches back to its layer's entry,
+        so a second engine call may bring a second contribution."""
+        slot = ctx.slot
+        slot.grad = grad if slot.grad is None else slot.grad + grad
+        return None, None, None
+
+
+class BackwardResult(NamedTuple):
+    """Gradients of a node's inputs, in order, and the references that the executor holds until the lanes have met."""
+
+    input_gradients: tuple[torch.Tensor | None, ...]
+    held: tuple[Any, ...]
+
+
+def no_record_stream(_stream: Any) -> None:
+    """Stand-in for Tensor.record_stream: the executor holds the tensor instead, which keeps captured memory from growing."""
+
+
+class Node:
+    """One segment of one micro-batch. Megatron's layer callables receive it as their `node` argument.
+
+    They use `layer_state`, `chunk_state`, `detach()`, `is_first_layer`, `is_last_layer` and `is_mtp`.
+
+    Args:
+        function: called as `function(node, *tensors)`; returns a tensor or a tuple of tensors.
+        layer_state: attributes that the parts of one layer share.
+        chunk_state: attributes that all nodes of the micro-batch share.
+        keep_graph: keep what the graph saved until the executor drops it (nodes on the communication lane save tensors
+            that the compute lane allocated).
+    """
+
+    __slots__ = (
+        "_before_detached",
+        "_detached",
+        "_edges",
+        "_entered",
+        "_function",
+        "_keep_graph",
+        "_slots",
+        "chunk_state",
+        "is_first_layer",
+        "is_last_layer",
+        "is_mtp",
+        "layer_state",
+    )
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        layer_state: Any,
+        chunk_state: Any,
+        keep_graph: bool = False,
+        is_first_layer: bool = False,
+        is_last_layer: bool = False,
+        is_mtp: bool = False,
+    ) -> None:
+        self._function = function
+        self._keep_graph = keep_graph
+        self.layer_state = layer_state
+        self.chunk_state = chunk_state
+        self.is_first_layer = is_first_layer
+        self.is_last_layer = is_last_layer
+        self.is_mtp = is_mtp
+        self._clear()
+
+    def _clear(self) -> None:
+        self._slots: tuple[_GradientSlot | None, ...] = ()
+        self._entered: tuple[StorageWeakRef, ...] = ()
+        self._edges: tuple[GradientEdge | None, ...] = ()
+        self._detached: list[torch.Tensor] = []
+        self._before_detached: list[GradientEdge | None] = []
+
+    def forward(self, inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Run the function on aliases of `inputs` and keep the gradient edges of what it returns."""
+        anchor = torch.empty(0, device="cpu", requires_grad=True)  # on the CPU it brings no stream into the engine
+        slots: list[_GradientSlot | None] = []
+        arguments: list[torch.Tensor | None] = []
+        for tensor in inputs:
+            slot = None
+            if tensor is not None and tensor.requires_grad:
+                slot = _GradientSlot()
+                tensor = _Entry.apply(tensor.detach(), anchor, slot)
+            elif tensor is not None:
+                tensor = tensor.detach()
+            slots.append(slot)
+            arguments.append(tensor)
+        self._slots = tuple(slots)
+        self._entered = tuple(StorageWeakRef(t.untyped_storage()) for t in arguments if t is not None)
+        outputs = self._function(self, *arguments)
+        if not isinstance(outputs, tuple):
+            outputs = (outputs,)
+        self._edges = tuple(_edge(output) for output in outputs)
+        return outputs
+
+    def detach(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Cut `tensor` out of this segment for a later node of the layer; its gradient joins this node's backward.
+
+        Returns:
+            A leaf that aliases `tensor` and whose `record_stream` does nothing.
+        """
+        leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+        leaf.record_stream = no_record_stream  # type: ignore[method-assign]
+        self._detached.append(leaf)
+        self._before_detached.append(_edge(tensor))
+        return leaf
+
+    def backward(self, output_gradients: Sequence[torch.Tensor | None]) -> BackwardResult:
+        """Run the engine over this segment once, from its outputs and its detached tensors.
+
+        Args:
+            output_gradients: one for each output of the forward; None where none arrived.
+        """
+        assert len(output_gradients) == len(self._edges), "one gradient for each output"
+        detached_gradients = [leaf.grad for leaf in self._detached]
+        roots, gradients = [], []
+        for edge, gradient in zip(
+            (*self._edges, *self._before_detached), (*output_gradients, *detached_gradients), strict=True
+        ):
+            if edge is not None and gradient is not None:
+                roots.append(edge)
+                gradients.append(gradient)
+        held: list[Any] = [*output_gradients, *detached_gradients]
+        held += [torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in self._entered]
+        if roots:
+            torch.autograd.backward(roots, gradients, retain_graph=self._keep_graph)
+        if self._keep_graph:
+            held.append(roots)
+        return BackwardResult(self.take_input_gradients(), tuple(held))
+
+    def take_input_gradients(self) -> tuple[torch.Tensor | None, ...]:
+        """Return what the entries kept, one for each input, and forget the segment."""
+        gradients = tuple(None if slot is None else slot.grad for slot in self._slots)
+        self._clear()
+        return gradients
+
+
+def _edge(output: Any) -> GradientEdge | None:
+    if isinstance(output, torch.Tensor) and output.requires_grad:
+        return get_gradient_edge(output)
+    return None

@@ -1,0 +1,44 @@
+"""The streams behind a plan's lanes, forked from the caller's stream at the start of an iteration and joined at its end.
+
+    compute   the caller's current stream: the step runs where the caller works, captured or not
+    comm      Megatron's own communication stream, on which its modules also put work
+    gather    the sharding driver's all-gather stream
+    reduce    the sharding driver's reduction stream; BEGIN_BACKWARD forks it, once per micro-batch backward
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.utils import get_comm_stream, set_streams
+
+from combined_1f1b.schedule.ops import Lane
+
+
+class Lanes:
+    """Stream of each lane for one iteration.
+
+    Args:
+        gather: the driver's all-gather stream, or None when nothing is sharded.
+        high_priority: give the communication stream high priority when it is first made.
+    """
+
+    def __init__(self, *, gather: Any, high_priority: bool) -> None:
+        set_streams(high_priority=high_priority)
+        self.compute = torch.cuda.current_stream()
+        self.streams: dict[Lane, Any] = {Lane.COMPUTE: self.compute, Lane.COMM: get_comm_stream()}
+        if gather is not None:
+            self.streams[Lane.GATHER] = gather
+
+    def fork(self) -> None:
+        """Let the side lanes start after what the caller has issued, so that they see its weights and enter its capture."""
+        for stream in self.streams.values():
+            if stream is not self.compute:
+                stream.wait_stream(self.compute)
+
+    def join(self) -> None:
+        """Let the caller's stream continue after the side lanes."""
+        for stream in self.streams.values():
+            if stream is not self.compute:
+                self.compute.wait_stream(stream)
