@@ -14,7 +14,8 @@ export OMP_NUM_THREADS ?= 1
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-TORCHRUN := $(BIN)/torchrun --nproc-per-node 2
+# --standalone picks a free port, so that two demos can run at once.
+TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 2
 DEMO_RUNS := runs/demo
 
 install: $(STAMP)

@@ -51,8 +51,8 @@ def run_ranks(*, ranks: int, folder: Path, expression: str, limit: float, pytest
     # torchrun ends the other ranks. A single rank has nothing to wait for and shows all its failures.
     stop_early = ["--maxfail=1"] if ranks > 1 else []
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", "0"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-ranks-filter", "0"),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+        *("--max-restarts", "0", "--local-ranks-filter", "0"),
         *("--log-dir", str(folder / "logs"), "-m", "pytest", SUITE, "-q", "-p", "rank_report"),
         *stop_early,
         *(["-m", expression] if expression else []),
