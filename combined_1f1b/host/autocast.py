@@ -1,7 +1,7 @@
 """Patches that make autocast for CUDA mean autocast for the CPU, which is where the tensors are.
 
-The two lists of operators that autocast casts differ in places, so a model under autocast gives other bits here than on a
-GPU; two schedules on the host device still see the same list.
+The two lists of operators that autocast casts differ in places, so a model under autocast gives other bits here than on
+a GPU; two schedules on the host device still see the same list.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def autocast_patches() -> tuple[Patch, ...]:
     states = ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype")
     return (
         *(
-            Patch(owner=owner, name="autocast", value=autocast, reason="torch.autocast('cuda') disables itself with no GPU")
+            Patch(owner=owner, name="autocast", value=autocast, reason="autocast for CUDA needs a GPU")
             for owner in owners
         ),
         *(

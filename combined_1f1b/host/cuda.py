@@ -55,6 +55,11 @@ def _capability(*args: Any, **kwargs: Any) -> tuple[int, int]:
     return (0, 0)
 
 
+def _runtime() -> SimpleNamespace:
+    """The two functions of the CUDA runtime that Megatron's training loop calls."""
+    return SimpleNamespace(cudaProfilerStart=_zero, cudaProfilerStop=_zero)
+
+
 @contextlib.contextmanager
 def _range(*args: Any, **kwargs: Any) -> Any:
     yield
@@ -64,11 +69,11 @@ def cuda_patches(state: StreamState) -> tuple[Patch, ...]:
     """The patches of `torch.cuda` and its submodules.
 
     `torch.cuda.is_available()` stays False. Whoever asks wants to launch CUDA kernels, and must hear that it cannot:
-    Megatron then leaves out Transformer Engine's tensors, straggler detection and cache trimming, MFSDP v2 does not ask,
-    and torch keeps off its CUDA paths (Triton, pinned data loading, NCCL). Answering True helps nowhere, since every
-    torch.cuda name that Megatron uses without asking is replaced here.
+    Megatron then leaves out Transformer Engine's tensors, straggler detection and cache trimming, MFSDP v2 does not
+    ask, and torch keeps off its CUDA paths (Triton, pinned data loading, NCCL). Answering True helps nowhere, since
+    every torch.cuda name that Megatron uses without asking is replaced here.
     """
-    cuda, random, nvtx, memory, profiler = torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.cuda.memory, torch.cuda.profiler
+    cuda, random, memory, nvtx = torch.cuda, torch.cuda.random, torch.cuda.memory, torch.cuda.nvtx
 
     def table(owner: Any, reason: str, **values: Any) -> tuple[Patch, ...]:
         return tuple(Patch(owner=owner, name=name, value=value, reason=reason) for name, value in values.items())
@@ -76,11 +81,11 @@ def cuda_patches(state: StreamState) -> tuple[Patch, ...]:
     return (
         *table(
             cuda,
-            "Megatron names _lazy_call and _lazy_init at import; while this is True the first runs its argument at once "
-            "and the second does nothing",
+            "Megatron imports _lazy_call and _lazy_init by name; while this is True the first runs its argument at "
+            "once and the second does nothing",
             _initialized=True,
         ),
-        *table(cuda, "stays False, see above; named here so that it is so on every machine", is_available=_no),
+        *table(cuda, "stays False, for the reasons above", is_available=_no),
         *table(
             cuda,
             "stream and event objects",
@@ -106,7 +111,7 @@ def cuda_patches(state: StreamState) -> tuple[Patch, ...]:
             get_device_capability=_capability,
             is_bf16_supported=_yes,
         ),
-        *table(cuda, "no capture on the host device yet", is_current_stream_capturing=_no),
+        *table(cuda, "nothing is captured on the host device", is_current_stream_capturing=_no),
         *table(
             cuda,
             "random operators on CPU tensors draw from the CPU generator, so that is what the CUDA generators are",
@@ -138,9 +143,15 @@ def cuda_patches(state: StreamState) -> tuple[Patch, ...]:
         ),
         *table(cuda, "asked by memory reports", device_memory_used=_zero, ipc_collect=_nothing),
         *table(
-            nvtx, "profiler markers", range_push=_zero, range_pop=_zero, mark=_nothing, range=_range,
-            range_start=_zero, range_end=_nothing,
+            nvtx,
+            "profiler markers",
+            range_push=_zero,
+            range_pop=_zero,
+            mark=_nothing,
+            range=_range,
+            range_start=_zero,
+            range_end=_nothing,
         ),
-        *table(profiler, "profiler control", start=_nothing, stop=_nothing),
-        *table(cuda, "profiler control", cudart=lambda: SimpleNamespace(cudaProfilerStart=_zero, cudaProfilerStop=_zero)),
+        *table(torch.cuda.profiler, "profiler control", start=_nothing, stop=_nothing),
+        *table(cuda, "profiler control", cudart=_runtime),
     )

@@ -33,8 +33,8 @@ class Patch:
 class AppliedPatches:
     """A table of patches that is in force, with what stood there before.
 
-    Raw `__dict__` entries are kept instead of `getattr` results: a class attribute must come back as the very descriptor
-    that was there, and an inherited one must disappear again.
+    Raw `__dict__` entries are kept instead of `getattr` results: a class attribute must come back as the very
+    descriptor that was there, and an inherited one must disappear again.
     """
 
     def __init__(self, patches: Iterable[Patch]) -> None:

@@ -1,8 +1,8 @@
 """Random state of the host device: its "CUDA" generator is the CPU generator, with CUDA's graph-safe states on top.
 
-Random operators on CPU tensors draw from `torch.default_generator`, so that generator is what torch.cuda's functions read,
-seed and set here. A graph-safe state is a generator object that can be made the current one: setting it swaps a reference on
-CUDA; here the outgoing state is copied into its object and the incoming one out of its own.
+Random operators on CPU tensors draw from `torch.default_generator`, so that generator is what torch.cuda's functions
+read, seed and set here. A graph-safe state is a generator object that can be made the current one: on CUDA that swaps a
+reference; here the outgoing state is copied into its object and the incoming one out of its own.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
-# Loggers that watch whether "CPU" draws happen inside a "CUDA" random context. Both are one generator here, so they would
-# warn at every dropout.
+# Loggers that watch whether "CPU" draws happen inside a "CUDA" random context. Both are one generator here, so they
+# would warn at every dropout.
 _WATCHING_LOGGERS = (
     "megatron.core.tensor_parallel.random",
     "megatron.core.distributed.fsdp.src.megatron_fsdp.utils",
@@ -23,7 +23,7 @@ _WATCHING_MESSAGE = "CPU RNG state changed within GPU RNG context"
 
 
 class HostGeneratorState(torch.Generator):
-    """A graph-safe state: holds its own values while it is not current, and reads and writes the live ones while it is."""
+    """A graph-safe state: keeps its own values while it is not current; while it is, its values are the live ones."""
 
     _default: HostDefaultGenerator
 
@@ -127,6 +127,15 @@ class HostDefaultGenerator(torch.Generator):
             torch.default_generator.set_state(state._load())
             self.live = state
         return self
+
+
+def drawing_generator(generator: torch.Generator | None) -> torch.Generator | None:
+    """The generator that an operator has to draw from when it is given this one: the live values are the CPU's."""
+    if isinstance(generator, HostDefaultGenerator) or (
+        isinstance(generator, HostGeneratorState) and generator._is_live
+    ):
+        return torch.default_generator
+    return generator
 
 
 @contextlib.contextmanager

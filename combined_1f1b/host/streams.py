@@ -1,12 +1,12 @@
 """Streams and events of the host device: plain objects with ids, and one place where a checker can watch them.
 
 Nothing here runs anything. Work on CPU tensors happens at once, in the order in which it is issued, whatever stream is
-current; so a missing wait does no harm here, and a program that is right on a GPU gives the same bits. What the objects
-keep is identity (which stream, which event, recorded where), and every step is reported to the observer of `StreamState`,
-from which rules about captures, replays and races can be checked without touching this file.
+current; so a missing wait does no harm here. What the objects keep is identity (which stream, which event, recorded
+where), and every step is reported to the observer of `StreamState`, from which rules about captures, replays and races
+can be checked without touching this file.
 
-The CPU autograd engine runs a node's backward on whatever stream is current at that moment, where CUDA would switch to the
-stream of the node's forward. Nothing here models that switch, so a fault that depends on it is not visible.
+The CPU autograd engine runs a node's backward on whatever stream is current at that moment, where CUDA would switch to
+the stream of the node's forward. Nothing here models that switch, so a fault that depends on it is not visible.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class _CurrentStreams(threading.local):
 class StreamState:
     """The streams of one activation: who is current, what ids come next, and who watches.
 
-    Its bound methods stand in torch.cuda while the host device is active, so `torch.cuda.current_stream.__self__` is the
-    one reference to the active state and no module global is needed.
+    Its bound methods stand in torch.cuda while the host device is active, so `torch.cuda.current_stream.__self__` is
+    the one reference to the active state and no module global is needed.
 
     Attributes:
         device_count: how many devices torch.cuda reports (only their numbers exist).
@@ -148,7 +148,7 @@ class StreamState:
         self.report(Step.DEVICE_SYNCHRONIZED, stream=self.current_stream(device))
 
     def record_tensor(self, tensor: torch.Tensor, stream: HostStream) -> None:
-        """Stands for Tensor.record_stream: CPU memory is never handed to another stream, so there is nothing to keep."""
+        """Stands for Tensor.record_stream: CPU memory is never reused by another stream, so nothing has to be kept."""
         self.report(Step.TENSOR_RECORDED, stream=stream, tensor=tensor)
 
 
@@ -156,6 +156,18 @@ def active_state() -> StreamState | None:
     """The state whose methods stand in torch.cuda now, or None when the host device is not active."""
     state = getattr(torch.cuda.current_stream, "__self__", None)
     return state if isinstance(state, StreamState) else None
+
+
+def _report(
+    step: Step,
+    *,
+    stream: HostStream | None = None,
+    event: HostEvent | None = None,
+) -> None:
+    """Tell the active state, not the one that a stream was made in: libraries keep streams in globals."""
+    state = active_state()
+    if state is not None:
+        state.report(step, stream=stream, event=event)
 
 
 def _require_active_state() -> StreamState:
@@ -177,7 +189,7 @@ class HostStream:
             device_index=kwargs["device_index"] if "device_index" in kwargs else state.index_of(device),
             priority=max(min(priority, least), greatest),
         )
-        state.report(Step.STREAM_CREATED, stream=self)
+        _report(Step.STREAM_CREATED, stream=self)
 
     @classmethod
     def _of(cls, state: StreamState, *, stream_id: int, device_index: int, priority: int) -> HostStream:
@@ -186,7 +198,7 @@ class HostStream:
         return stream
 
     def _bind(self, state: StreamState, *, stream_id: int, device_index: int, priority: int) -> None:
-        self._state = state
+        self._made_in = state
         self._outer: list[StreamContext] = []
         self.stream_id = stream_id
         self.device_index = device_index
@@ -221,7 +233,7 @@ class HostStream:
         return True
 
     def synchronize(self) -> None:
-        self._state.report(Step.STREAM_SYNCHRONIZED, stream=self)
+        _report(Step.STREAM_SYNCHRONIZED, stream=self)
 
     def __enter__(self) -> Self:
         context = StreamContext(self)
@@ -237,7 +249,7 @@ class HostStream:
             return False
         same_numbers = (self.device_index, self.stream_id) == (other.device_index, other.stream_id)
         # Ids start again with each activation, and libraries keep streams in globals: only default streams may match.
-        return same_numbers and (self._state is other._state or self.stream_id == DEFAULT_STREAM_ID)
+        return same_numbers and (self._made_in is other._made_in or self.stream_id == DEFAULT_STREAM_ID)
 
     def __hash__(self) -> int:
         return hash((self.device_index, self.stream_id))
@@ -269,12 +281,11 @@ class HostEvent:
         interprocess: bool = False,
         external: bool = False,
     ) -> None:
-        self._state = _require_active_state()
+        self.event_id = _require_active_state().next_event_id()
         self.enable_timing = enable_timing
         self.blocking = blocking
         self.interprocess = interprocess
         self.external = external
-        self.event_id = self._state.next_event_id()
         self.stream: HostStream | None = None
         self._seconds = 0.0
 
@@ -289,17 +300,17 @@ class HostEvent:
     def record(self, stream: HostStream | None = None) -> None:
         self.stream = torch.cuda.current_stream() if stream is None else stream
         self._seconds = time.perf_counter()
-        self._state.report(Step.EVENT_RECORDED, stream=self.stream, event=self)
+        _report(Step.EVENT_RECORDED, stream=self.stream, event=self)
 
     def wait(self, stream: HostStream | None = None) -> None:
         waiting = torch.cuda.current_stream() if stream is None else stream
-        self._state.report(Step.EVENT_AWAITED, stream=waiting, event=self)
+        _report(Step.EVENT_AWAITED, stream=waiting, event=self)
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        self._state.report(Step.EVENT_SYNCHRONIZED, stream=self.stream, event=self)
+        _report(Step.EVENT_SYNCHRONIZED, stream=self.stream, event=self)
 
     def elapsed_time(self, end_event: HostEvent) -> float:
         """Milliseconds of host time between the two records.

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _device
 
 from combined_1f1b.host.patch import Patch
+from combined_1f1b.host.random import drawing_generator
 from combined_1f1b.host.streams import StreamState
 
 CPU = torch.device("cpu")
@@ -38,6 +39,8 @@ def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
         # Page-locked memory needs a CUDA driver; pageable memory holds the same values.
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
+        if "generator" in kwargs:
+            kwargs["generator"] = drawing_generator(kwargs["generator"])
         return original(*args, **kwargs)
 
     return factory
@@ -69,13 +72,53 @@ def _type_name(original: Callable[..., Any]) -> Callable[..., Any]:
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             wanted = args[0] if args else kwargs.pop("dtype")
-            if isinstance(wanted, str):
+            if isinstance(wanted, type) and wanted.__module__ == "torch.cuda":
+                wanted = f"torch.{wanted.__name__}"
+            elif isinstance(wanted, str):
                 wanted = wanted.replace("torch.cuda.", "torch.", 1)
             return original(self, wanted, *args[1:], **kwargs)
         name = original(self)
         return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
 
     return type_name
+
+
+def _device_context_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __torch_function__(  # noqa: N807 - the protocol's name
+        self: Any, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if self.device.type == "cuda":
+            return func(*args, **(kwargs or {}))
+        return original(self, func, types, args, kwargs)
+
+    return __torch_function__
+
+
+def _load(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original(f, redirected(map_location), *args, **kwargs)
+
+    return load
+
+
+def _generator_class(stock: type[torch.Generator]) -> type[torch.Generator]:
+    """A class that makes stock generators, on the CPU where CUDA is asked for, and that they are instances of."""
+
+    class OfCpu(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if cls is not Generator:
+                return super().__call__(*args, **kwargs)
+            return stock(redirected(args[0] if args else kwargs.get("device", CPU)))
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, stock) if cls is Generator else super().__instancecheck__(instance)
+
+    class Generator(stock, metaclass=OfCpu):  # type: ignore[misc, valid-type]
+        pass
+
+    return Generator
 
 
 def tensor_patches(state: StreamState) -> tuple[Patch, ...]:
@@ -107,6 +150,19 @@ def tensor_patches(state: StreamState) -> tuple[Patch, ...]:
     return (
         *factories,
         *methods,
+        Patch(
+            owner=_device.DeviceContext,
+            name="__torch_function__",
+            value=_device_context_function(_device.DeviceContext.__torch_function__),
+            reason="`with torch.device('cuda')` and torch.set_default_device hand their device to the stock factories",
+        ),
+        Patch(owner=torch, name="load", value=_load(torch.load), reason="map_location may name a CUDA device"),
+        Patch(
+            owner=torch,
+            name="Generator",
+            value=_generator_class(torch.Generator),
+            reason="generators made for an explicit device",
+        ),
         Patch(owner=torch.Tensor, name="to", value=_conversion(torch.Tensor.to), reason="conversion to a CUDA device"),
         Patch(owner=torch.Tensor, name="cuda", value=_cuda, reason="conversion to a CUDA device"),
         Patch(owner=torch.Tensor, name="pin_memory", value=_pin_memory, reason="page-locking needs a CUDA driver"),

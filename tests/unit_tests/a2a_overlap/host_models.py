@@ -1,4 +1,4 @@
-"""Small Megatron models, batches and iterations shared by the tests of the host device (its own, so that they stand alone)."""
+"""Small Megatron models, batches and iterations for the tests of the host device."""
 
 from __future__ import annotations
 
@@ -60,14 +60,13 @@ def seed(value: int, *, graphable: bool = False) -> None:
 def build(
     *,
     position_embedding_type: str = "rope",
-    half: bool = True,
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
     share_embeddings_and_output_weights: bool = False,
     **changes: Any,
 ) -> torch.nn.Module:
-    """A GPTModel of hidden 16, 4 experts, 2 layers and vocabulary 32, in a Float16Module when its type is 16 bits wide."""
+    """A GPTModel of hidden 16, 4 experts, 2 layers and vocabulary 32; in 16 bits it comes in a Float16Module."""
     config = TransformerConfig(**{**BASE, **changes})
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
@@ -120,7 +119,7 @@ def config_of(model: Any) -> TransformerConfig:
 
 
 def iteration(model: Any, *, combined: bool, num_microbatches: int = 3, graphable: bool = False) -> list[torch.Tensor]:
-    """One forward and backward of every micro-batch from random state 3; the losses, empty off the last pipeline stage."""
+    """One forward and backward of every micro-batch from random state 3; the losses, on the last stage only."""
     chunks = model if isinstance(model, list) else [model]
     for chunk in chunks:
         config_of(chunk).overlap_moe_expert_parallel_comm = combined

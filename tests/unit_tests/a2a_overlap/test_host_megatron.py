@@ -106,7 +106,8 @@ def test_autocast_for_cuda_casts_on_the_host(device):
 def test_tensor_parallel(device):
     # Dense: Megatron trains MoE under tensor parallelism with sequence parallelism only, which torch's norms refuse.
     with parallel(tensor_model_parallel_size=2):
-        model = build(tensor_model_parallel_size=2, num_moe_experts=None, moe_ffn_hidden_size=None, expert_model_parallel_size=1)
+        dense = {"num_moe_experts": None, "moe_ffn_hidden_size": None, "expert_model_parallel_size": 1}
+        model = build(tensor_model_parallel_size=2, **dense)
         losses = iteration(model, combined=False)
         assert all(loss.isfinite() for loss in losses)
         take_gradients(model)
@@ -114,9 +115,7 @@ def test_tensor_parallel(device):
 
 @pytest.mark.world_size(4)
 def test_interleaved_pipeline(device):
-    with parallel(
-        expert_model_parallel_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
-    ):
+    with parallel(expert_model_parallel_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2):
         first, last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
         model = [
             build(

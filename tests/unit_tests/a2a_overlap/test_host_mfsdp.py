@@ -1,4 +1,4 @@
-"""MFSDP v2 driven by its own hooks on the host device: the same bits as a replicated model whose gradients are averaged."""
+"""MFSDP v2 with its own hooks on the host device gives the bits of a replicated model with averaged gradients."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def average_over_replicas(model: torch.nn.Module) -> None:
         parameter.grad /= group.size()
 
 
-def losses(model: torch.nn.Module, optimizer: torch.optim.Optimizer, after_backward: Callable[[], None]) -> torch.Tensor:
+def losses(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, after_backward: Callable[[], None]
+) -> torch.Tensor:
     """Losses [step] of the same micro-batch at every step."""
     seed(3)
     results = []

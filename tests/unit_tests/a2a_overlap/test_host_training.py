@@ -1,4 +1,4 @@
-"""Megatron's data-parallel wrapper and optimizers on the host device: steps with both schedules end in the same parameters."""
+"""Megatron's data-parallel wrapper and optimizers on the host device: both schedules train to the same parameters."""
 
 from __future__ import annotations
 
