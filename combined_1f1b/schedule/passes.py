@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from combined_1f1b.schedule.dependencies import LANE_NUMBER, dependencies
-from combined_1f1b.schedule.ops import NODE_KINDS, Kind, Op
+from combined_1f1b.schedule.ops import NODE_KINDS, Kind, Lane, Op
 from combined_1f1b.schedule.shape import PlanShape
 
 
 def add_sharding(shape: PlanShape, ops: tuple[Op, ...]) -> tuple[Op, ...]:
     """Insert GATHER, FREE and REDUCE.
 
-    A unit is gathered one layer ahead: when its flow enters the last layer before the stage that uses it, or, for a flow
-    that has entered no layer yet, when any flow enters one. It is freed after the last use in that stage. Where the next
-    stretch begins no later than the op after the last use, the unit stays gathered instead; so it does while another
-    flow still uses it. REDUCE comes right after the last gradient of a micro-batch, before the FREE.
+    A unit is gathered one layer ahead: when its flow enters the last layer before the stage that uses it, or, for a
+    flow that has entered no layer yet, when any flow enters one. It is freed after the last use in that stage. Where no
+    layer computes between the FREE and the next GATHER, the unit stays gathered instead; so it does while another flow
+    still uses it. REDUCE comes after the last gradient of a micro-batch and before the FREE.
     """
     if not shape.gathered_units:
         return ops
     before: defaultdict[int, list[Op]] = defaultdict(list)
     after: defaultdict[int, list[Op]] = defaultdict(list)
-    for unit, indices in _last_gradients(shape, ops).items():
-        for index in indices:
-            after[index].append(Op.on_unit(Kind.REDUCE, unit))
-    for unit, start, end in _stretches(shape, ops):
+    reductions = _reductions(shape, ops)
+    for index, units in reductions.items():
+        after[index] += (Op.on_unit(Kind.REDUCE, unit) for unit in units)
+    for unit, start, end in _stretches(shape, ops, reductions):
         before[start].append(Op.on_unit(Kind.GATHER, unit))
         after[end].append(Op.on_unit(Kind.FREE, unit))
     result: list[Op] = []
@@ -36,19 +36,36 @@ def add_sharding(shape: PlanShape, ops: tuple[Op, ...]) -> tuple[Op, ...]:
     return tuple(result)
 
 
-def _last_gradients(shape: PlanShape, ops: Sequence[Op]) -> dict[str, list[int]]:
-    """unit -> index of the op that gives its last gradient, for each micro-batch."""
+def _reductions(shape: PlanShape, ops: Sequence[Op]) -> dict[int, list[str]]:
+    """Index of an op -> units that are reduced after it.
+
+    A reduction makes the compute lane wait for the one before. So units that one op completes are reduced smallest
+    first, and the final norm, which follows a large unit at once, only after the next compute node of the flow.
+    """
     trained = set(shape.reduced_units)
-    gives = {node: [unit for unit in units if unit in trained] for node, units in shape.node_units.items()}
-    last: dict[str, dict[int | None, int]] = {unit: {} for unit in shape.reduced_units}
+    gives = {node: [unit for unit in reversed(units) if unit in trained] for node, units in shape.node_units.items()}
+    last: dict[tuple[int | None, str], int] = {}
+    norm_pending: set[int | None] = set()
     for index, op in enumerate(ops):
-        if op.kind is Kind.BACKWARD or op.kind is Kind.WEIGHT:
-            for unit in gives[op.stage, op.part]:
-                last[unit][op.microbatch] = index
-    return {unit: list(indices.values()) for unit, indices in last.items()}
+        if op.kind is not Kind.BACKWARD and op.kind is not Kind.WEIGHT:
+            continue
+        if op.microbatch in norm_pending and op.lane is Lane.COMPUTE:
+            norm_pending.remove(op.microbatch)
+            last[op.microbatch, "final_norm"] = index
+        for unit in gives[op.stage, op.part]:
+            last.pop((op.microbatch, unit), None)
+            last[op.microbatch, unit] = index
+            if unit == "final_norm":
+                norm_pending.add(op.microbatch)
+    reductions: dict[int, list[str]] = {}
+    for (_, unit), index in last.items():
+        reductions.setdefault(index, []).append(unit)
+    return reductions
 
 
-def _stretches(shape: PlanShape, ops: Sequence[Op]) -> list[tuple[str, int, int]]:
+def _stretches(
+    shape: PlanShape, ops: Sequence[Op], reductions: Mapping[int, Sequence[str]]
+) -> list[tuple[str, int, int]]:
     """Stretches of ops during which a unit is gathered: (unit, first, last), in the order of the unit's first use."""
     uses = shape.node_units
     layers = {stage.name for stage in shape.layer_stages}
@@ -56,7 +73,9 @@ def _stretches(shape: PlanShape, ops: Sequence[Op]) -> list[tuple[str, int, int]
     latest: dict[str, _Stretch] = {}
     flows: dict[tuple[bool, int | None], _Flow] = {}
     entered = 0  # the op at which any flow entered a layer last
+    computed = [0] * (len(ops) + 1)  # how many compute nodes of layers come before an op
     for index, op in enumerate(ops):
+        computed[index + 1] = computed[index] + (op.part != "" and op.lane is Lane.COMPUTE)
         if op.kind not in NODE_KINDS:
             continue
         key = (op.kind is Kind.FORWARD, op.microbatch)
@@ -69,11 +88,12 @@ def _stretches(shape: PlanShape, ops: Sequence[Op]) -> list[tuple[str, int, int]
                 entered = index
         for unit in uses[op.stage, op.part]:
             stretch = latest.get(unit)
-            # Gathering again at once after the FREE would be wasted traffic.
-            if stretch is None or flow.ahead > stretch.last + 1:
+            if stretch is None or computed[flow.ahead] > computed[stretch.last + 1]:
                 stretch = latest[unit] = _Stretch(unit, flow.ahead)
                 found.append(stretch)
             stretch.last = index
+        for unit in reductions.get(index, ()):
+            latest[unit].last = index
     return [(stretch.unit, stretch.first, stretch.last) for stretch in found]
 
 

@@ -1,12 +1,12 @@
 """How long a plan takes on idealised lanes, and how much of its traffic runs under compute.
 
-Every op starts when its lane is free and its waits are done; issuing costs nothing. A REDUCE packs on the compute lane once
-the reduction stream is free, and reduces there. Times are relative: a layer's attention forward is 1.
+Every op starts when its lane is free and its waits are done; issuing costs nothing. A REDUCE packs on the compute lane
+once the reduction stream is free, and reduces there. Times are relative: a layer's attention forward is 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,7 +24,8 @@ class CostModel:
         embedding .. loss: forward time of a part or stage. `dispatch` and `combine` take as long in the backward.
         backward: a compute node's backward time as a multiple of its forward, weight gradients included.
         weight: the part of `backward` that is weight gradients, which W takes over when they are delayed.
-        gather, reduce: time of a unit's all-gather and reduction. `pack`: its copy on the compute lane before the reduction.
+        gather, reduce: time of a unit's all-gather and reduction.
+        pack: time of the copy on the compute lane before the reduction.
         unit_scale: unit name -> multiple of `gather`, `reduce` and `pack` for units that are larger or smaller.
     """
 
@@ -43,7 +44,7 @@ class CostModel:
     gather: float = 0.4
     reduce: float = 0.4
     pack: float = 0.05
-    unit_scale: dict[str, float] = field(default_factory=dict)
+    unit_scale: Mapping[str, float] = field(default_factory=lambda: {"final_norm": 0.02, "root": 0.1})
 
     def node(self, kind: Kind, name: str, delay_wgrad: bool) -> float:
         """Return the time of a node's op; `name` is its part, or its stage when it has no part."""
@@ -59,7 +60,7 @@ class CostModel:
 class Span(NamedTuple):
     """When an op ran on a lane. A REDUCE has two: packing on the compute lane, then the reduction."""
 
-    index: int
+    op_index: int
     lane: Lane
     start: float
     end: float
