@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from combined_1f1b.errors import ConfigError
 from combined_1f1b.training.config import RunConfig
 from combined_1f1b.training.data import Batch
-from combined_1f1b.training.distributed import distributed
+from combined_1f1b.training.distributed import distributed, is_first_rank
 from combined_1f1b.training.loop import Trainer, forward_step, masked_loss, mean_loss
 from combined_1f1b.training.megatron_config import build_transformer_config
 from combined_1f1b.training.plans import draw_plan, plan_arguments
@@ -57,6 +57,10 @@ class Variant:
         step_function: the forward step; Megatron's built-in needs a form of its own.
         uses_package: whether this package's schedule is installed while it is built and stepped.
         refused: why it cannot run this configuration, "" when it can.
+        trainer: what is stepped; None when it was refused.
+        losses, seconds: of every step. traffic: of the last step.
+        plan: what was executed in the last step; None when no plan was.
+        differences: by kind, the iteration and place of the first difference from the reference.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Variant:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
+    plan: Plan | None = None
     differences: dict[str, tuple[int, Difference]] = field(default_factory=dict)
 
     @property
@@ -136,10 +141,21 @@ def _step(variant: Variant, iteration: int) -> Snapshot:
         trainer.optimizer.step(iteration)
         torch.cuda.synchronize()
         seconds += time.perf_counter() - start
+        if variant.uses_package:
+            variant.plan = _executed_plan()
     variant.traffic = traffic
     variant.seconds.append(seconds)
     variant.losses.append(mean_loss(reports, trainer.device))
     return Snapshot({"losses": take_losses(reports), "gradients": gradients, "parameters": take_parameters(trainer)})
+
+
+def _executed_plan() -> Plan:
+    """The plan of the step that just ended, from the schedule's own report."""
+    import combined_1f1b
+
+    report = combined_1f1b.last_step()
+    assert report is not None, "the flag is set and the package installed, yet its schedule did not run"
+    return report.plan
 
 
 def _run_rounds(variants: list[Variant], rounds: int) -> None:
@@ -162,8 +178,8 @@ def _median_ms(variant: Variant) -> float:
     return 1e3 * statistics.median(variant.seconds[1:] or variant.seconds)
 
 
-def _cells(variant: Variant, reference: Variant, plan: Plan, pairs: str) -> list[str]:
-    """One column of the table."""
+def _cells(variant: Variant, reference: Variant, plan: Plan) -> list[str]:
+    """One column of the table. plan: what was executed, or for Megatron's built-in the plan of the same order."""
     from combined_1f1b.schedule import simulate
 
     def equal(kind: str) -> str:
@@ -172,7 +188,9 @@ def _cells(variant: Variant, reference: Variant, plan: Plan, pairs: str) -> list
         return "DIFFERENT" if kind in variant.differences else "bitwise equal"
 
     simulation = simulate(plan)
-    under = 0 if variant is reference else simulation.comm_ops_under_partner
+    pairs, under = plan.pairs.forward_backward_pairs, simulation.comm_ops_under_partner
+    if variant is reference:
+        pairs, under = 0, 0
     return [
         variant.data_parallel,
         f"{variant.losses[0]:.4f}",
@@ -180,7 +198,7 @@ def _cells(variant: Variant, reference: Variant, plan: Plan, pairs: str) -> list
         *(equal(kind) for kind in KINDS),
         f"{_median_ms(variant):.0f} ms",
         f"{_median_ms(variant) / _median_ms(reference):.2f}",
-        pairs,
+        f"{pairs}",
         f"{variant.traffic.calls}",
         f"{variant.traffic.sent_bytes / 2**20:.2f} MiB",
         f"{under} of {simulation.comm_ops}",
@@ -224,7 +242,6 @@ def compare(config: RunConfig) -> int:
     Raises:
         ConfigError: a setting that cannot work, before any work.
     """
-    import combined_1f1b
     from combined_1f1b.schedule import build_plan
 
     check_before_start(config)
@@ -239,33 +256,18 @@ def compare(config: RunConfig) -> int:
         say(f"{config.compare.rounds} optimizer steps of each schedule, the same weights and batches, one step in turn")
         _run_rounds(running, config.compare.rounds)
 
-        shape = plan_arguments(config)
-        own_plan = build_plan(**shape)
-        plain_plan = build_plan(**shape | {"pair_head_and_tail": False, "sharded": False})
-        picture = Path(config.output) / "plan.svg"
-        report = combined_1f1b.last_step()
-        if torch_rank() == 0:
-            columns = {}
-            for variant in running:
-                pairs = "0" if variant is reference else str(plain_plan.pairs.forward_backward_pairs)
-                if variant is ours:
-                    pairs = str(report.forward_backward_pairs)
-                columns[variant.name] = _cells(variant, reference, own_plan if variant is ours else plain_plan, pairs)
-            _print_table(columns)
+        assert ours.plan is not None
+        if is_first_rank():
+            plain_plan = build_plan(**plan_arguments(config) | {"pair_head_and_tail": False, "sharded": False})
+            _print_table({item.name: _cells(item, reference, item.plan or plain_plan) for item in running})
             for line in _remarks(variants):
                 say(line)
-            say(f"picture of the plan: {draw_plan(own_plan, picture)}")
+            say(f"picture of the plan: {draw_plan(ours.plan, Path(config.output) / 'plan.svg')}")
         if ours.differences:
             say("PARITY FAILED: combined_1f1b does not give the bits of Megatron's default schedule")
             return 1
         say("parity holds: losses, gradients and parameters are bitwise those of Megatron's default schedule")
         return 0
-
-
-def torch_rank() -> int:
-    import torch
-
-    return torch.distributed.get_rank()
 
 
 def _remarks(variants: tuple[Variant, ...]) -> Iterator[str]:

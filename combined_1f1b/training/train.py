@@ -56,6 +56,19 @@ def describe_run(trainer: Any) -> Iterator[str]:
     yield f"schedule: {'combined 1F1B' if overlap else 'Megatron default'} (overlap_moe_expert_parallel_comm={overlap})"
 
 
+def _describe_schedule() -> Iterator[str]:
+    """What the last iteration ran, when this package's schedule ran it."""
+    import combined_1f1b
+
+    report = combined_1f1b.last_step()
+    if report is not None:
+        yield (
+            f"last iteration: {report.schedule}, {report.num_microbatches} micro-batches, "
+            f"{report.forward_backward_pairs} forward-backward pairs, {report.head_pairs} head pairs, "
+            f"{report.tail_pairs} tail pairs"
+        )
+
+
 def train(config: RunConfig) -> None:
     """Run the training that a configuration describes.
 
@@ -90,7 +103,5 @@ def train(config: RunConfig) -> None:
             say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} over {len(losses)} iterations")
         else:
             say(f"nothing to do: training.train_iters={config.training.train_iters} is reached already")
-        if config.model.get("overlap_moe_expert_parallel_comm") and losses:
-            import combined_1f1b
-
-            say(f"last iteration: {combined_1f1b.last_step()}")
+        for line in _describe_schedule():
+            say(line)
