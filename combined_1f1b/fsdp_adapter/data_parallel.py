@@ -80,7 +80,9 @@ def shard_model(
         driver = None
         if not register_hooks:
             driven = tuple(Unit(unit.name, unit.module, meshes.factor(unit, config)) for unit in units)
-            driver = ScheduleDriver(driven, context)
+            # Tied weights are read by the output layer while the embedding module is not running.
+            used_outside = ("embedding",) if root.share_embeddings_and_output_weights else ()
+            driver = ScheduleDriver(driven, context, used_outside=used_outside)
         wrappers.append(
             ShardedDataParallel(
                 config=config,

@@ -201,6 +201,13 @@ class HookedModule(FsdpModule):  # type: ignore[misc, valid-type]
     def _lazy_init_context(self) -> None:
         assert self._context is not None, "the context is built eagerly, with the wrapper"
 
+    def pre_forward(self) -> None:
+        if self.context.root_module is self:
+            # A root forward starts from rest, whatever a failed iteration left behind.
+            for module in self.context.forward_order:
+                module.rest()
+        super().pre_forward()
+
     def pre_backward(self) -> None:
         self._is_backward_open = True
         super().pre_backward()
@@ -210,16 +217,23 @@ class HookedModule(FsdpModule):  # type: ignore[misc, valid-type]
         self._is_reduced = True
         super().post_backward()
 
+    def rest(self) -> None:
+        """Free the module and forget gradients that no reduction has taken, and how far a backward had come."""
+        if self._unshard_event is not None:
+            self._reshard_parameter_groups()
+        for group in self.parameter_groups:
+            drop_gradients(group)
+        self._is_backward_open = False
+        self._is_reduced = False
+
     def settle_backward(self) -> None:
         """At the end of a backward: reduce zeros for what produced no gradient, and free what is still whole."""
         if self._is_backward_open:
             self.post_backward()
         elif not self._is_reduced and self._num_trainable_parameters > 0:
             self._reduce_gradient_groups()
-        if self._unshard_event is not None:
-            self._reshard_parameter_groups()
         self._ready_grad_parameters.clear()
-        self._is_reduced = False
+        self.rest()
 
     def _reduce_gradient_groups(self) -> None:
         reduce_gradients(self, factor=self.gradient_factor, is_last=self.context.is_last_microbatch)
@@ -335,7 +349,7 @@ def drop_gradients(group: Any) -> None:
 
 def scale_gradients(group: Any, factor: float | torch.Tensor) -> None:
     """Multiply a group's reduced gradients in place, if it has any."""
-    if group.main_grad is not None and any(parameter.grad is not None for parameter in group.sharded_parameters):
+    if group.main_grad is not None and has_gradients(group):
         group.main_grad.local_buffer.mul_(factor)
 
 
@@ -347,6 +361,39 @@ def unsharded_bytes(groups: Iterable[Any]) -> int:
 def is_gathered(group: Any) -> bool:
     """Whether a group's full parameters exist now."""
     return unsharded_bytes([group]) > 0
+
+
+def has_gradients(group: Any) -> bool:
+    """Whether any sharded parameter of a group has a gradient."""
+    return any(parameter.grad is not None for parameter in group.sharded_parameters)
+
+
+def clear_gradients(group: Any) -> None:
+    """Unbind a group's gradients: the next reduction overwrites the persistent buffer instead of adding to it."""
+    for parameter in group.sharded_parameters:
+        parameter.grad = None
+
+
+def adopt_gradients(group: Any) -> None:
+    """Bring gradients that the user has set or cleared one by one into the persistent buffer that reductions add to.
+
+    MFSDP adds to its buffer as soon as any parameter has a gradient, wherever that gradient lives, and refuses a group
+    in which only some have one.
+    """
+    if not group.requires_grad or not has_gradients(group):
+        return
+    owner = group.main_grad.local_buffer.untyped_storage().data_ptr()
+    is_foreign = False
+    for index, parameter in enumerate(group.sharded_parameters):
+        bound = group.main_grad.get_local_tensor(index)
+        if parameter.grad is None:
+            bound.zero_()
+            is_foreign = True
+        elif bound.numel() and parameter.grad.to_local().untyped_storage().data_ptr() != owner:
+            bound.copy_(parameter.grad.to_local())
+            is_foreign = True
+    if is_foreign:
+        group._install_sharded_grads()
 
 
 def rebind_gradients(groups: Iterable[Any]) -> None:

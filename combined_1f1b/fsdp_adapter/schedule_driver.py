@@ -11,14 +11,15 @@ Which stream runs what (a unit's storage is allocated and released on one stream
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from combined_1f1b.fsdp_adapter import mfsdp_v2
+from combined_1f1b.fsdp_adapter.units import ROOT
 
 _logger = logging.getLogger(__name__)
 
@@ -54,16 +55,21 @@ class Unit:
 class ScheduleDriver:
     """Executes GATHER, FREE, REDUCE and BEGIN_BACKWARD on one chunk's units (see ``protocol.ShardingDriver``)."""
 
-    def __init__(self, units: tuple[Unit, ...], context: mfsdp_v2.ScheduledContext) -> None:
+    def __init__(
+        self, units: tuple[Unit, ...], context: mfsdp_v2.ScheduledContext, *, used_outside: tuple[str, ...] = ()
+    ) -> None:
         """Drive the units that own parameters.
 
         Args:
-            units: the units in forward order.
+            units: the units, a layer's experts before the layer, otherwise in forward order.
             context: the context that all of them share.
+            used_outside: units whose parameters are read while their module is not running.
         """
         self.context = context
         self._units = {unit.name: unit for unit in units if unit.groups}
+        self._used_outside = tuple(name for name in used_outside if name in self._units)
         self._is_recording = False
+        self._overwrites = True
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -108,6 +114,10 @@ class ScheduleDriver:
     def begin_iteration(self) -> None:
         """Fork the gather stream from the current stream, so that gathers see the optimizer's last weights."""
         assert not self.gathered_units, f"units {self.gathered_units} are still gathered from earlier work"
+        self._overwrites = not any(mfsdp_v2.has_gradients(group) for group in self.groups)
+        if not self._overwrites:
+            for group in self.groups:
+                mfsdp_v2.adopt_gradients(group)
         self.gather_stream.wait_stream(self.context.current_stream())
 
     def gather(self, unit: str) -> None:
@@ -143,6 +153,9 @@ class ScheduleDriver:
     def abort(self) -> None:
         """Bring a failed iteration's units back to rest: joined, free, without unreduced gradients.
 
+        If there were no gradients when the iteration began, what it has reduced is dropped too, so that it can be
+        run again. Gradients added to earlier ones cannot be taken out again: clear them before a retry.
+
         It must not hide the failure that it cleans up after: what goes wrong here is logged.
         """
         try:
@@ -153,6 +166,8 @@ class ScheduleDriver:
                     for group in unit.groups:
                         mfsdp_v2.free_group(group)
                         mfsdp_v2.drop_gradients(group)
+                        if self._overwrites:
+                            mfsdp_v2.clear_gradients(group)
                     unit.is_gathered = False
             self._join()
         except Exception:
@@ -180,7 +195,29 @@ class ScheduleDriver:
         finally:
             self._on_gather_stream(self.free, [name for name in names if self._units[name].is_gathered])
 
-    def _on_gather_stream(self, action: Any, names: Any) -> None:
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Gather each unit while its module runs a forward, for calls outside any plan.
+
+        Units whose parameters are read elsewhere too, and the root, are gathered throughout.
+        """
+        throughout = {*self._used_outside, ROOT} & set(self._units)
+        handles: list[Any] = []
+        for name, unit in self._units.items():
+            if name not in throughout:
+                handles.append(unit.module.register_forward_pre_hook(self._hook(self.gather, name)))
+                handles.append(unit.module.register_forward_hook(self._hook(self.free, name), always_call=True))
+        try:
+            with self.gathered(*throughout) if throughout else nullcontext():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, action: Callable[[str], None], name: str) -> Callable[..., None]:
+        return lambda *_: self._on_gather_stream(action, [name])
+
+    def _on_gather_stream(self, action: Callable[[str], None], names: Iterable[str]) -> None:
         current = self.context.current_stream()
         self.gather_stream.wait_stream(current)
         with torch.cuda.stream(self.gather_stream):

@@ -120,7 +120,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
                 "or call the model under torch.no_grad()",
             )
         # The full parameters are gone when this returns, so nothing may keep a graph over them.
-        with torch.no_grad(), self._driver.gathered():
+        with torch.no_grad(), self._driver.evaluating():
             return self.module(*inputs, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -163,8 +163,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         """Drop all gradients: the next reduction overwrites instead of adding."""
         for group in self.groups:
             mfsdp_v2.drop_gradients(group)
-            for parameter in group.sharded_parameters:
-                parameter.grad = None
+            mfsdp_v2.clear_gradients(group)
 
     def rebind_gradients(self) -> None:
         """Point every ``.grad`` at its reduced gradient again, after a replay that ran no Python."""

@@ -44,7 +44,7 @@ def seed(value: int) -> None:
     model_parallel_cuda_manual_seed(value, force_reset_rng=True)
 
 
-def build(*, dtype: str = "fp32", tied: bool = False, **changes: Any) -> torch.nn.Module:
+def build(*, dtype: str = "fp32", tied: bool = False, vocabulary: int = VOCABULARY, **changes: Any) -> torch.nn.Module:
     """A GPTModel of hidden 12, 4 experts, 3 layers (the middle one dense), in a Float16Module when half precision."""
     settings = {
         "num_layers": 3,
@@ -73,7 +73,7 @@ def build(*, dtype: str = "fp32", tied: bool = False, **changes: Any) -> torch.n
     model = GPTModel(
         config,
         transformer_layer_spec=spec,
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         max_sequence_length=SEQUENCE,
         position_embedding_type="rope",
         mtp_block_spec=mtp,
@@ -90,8 +90,8 @@ def shard(model: torch.nn.Module, *, register_hooks: bool = False, **arguments: 
 
 
 def batches(count: int, *, offset: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Batches of tokens [BATCH, SEQUENCE], different on every rank."""
-    generator = torch.Generator().manual_seed(1000 * offset + dist.get_rank())
+    """Batches of tokens [BATCH, SEQUENCE], different on every data-parallel rank."""
+    generator = torch.Generator().manual_seed(1000 * offset + parallel_state.get_data_parallel_rank())
     made = []
     for _ in range(count):
         tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)

@@ -1,0 +1,84 @@
+"""prepare_optimizer: hooks once, and a step that would leave something behind is refused with its name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from sharding_testing import adamw, batches, build, differing, drive, freeze, parallel, sgd, shard
+
+from combined_1f1b.errors import ConfigError
+from combined_1f1b.fsdp_adapter.data_parallel import prepare_optimizer
+
+
+@pytest.mark.world_size(1, 2)
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+def test_compute_weights_follow_the_step(device, make_optimizer):
+    with parallel():
+        wrapped = shard(build(dtype="bf16"))
+        optimizer = prepare_optimizer(make_optimizer(wrapped.parameters()), wrapped)
+        drive(wrapped, batches(1))
+        optimizer.step()
+        full = wrapped.full_parameters()
+        driver = wrapped.sharding_driver()
+        with driver.gathered():
+            for prefix, group in wrapped._groups:
+                for name, parameter in zip(group.parameter_names, group.unsharded_parameters, strict=True):
+                    assert parameter.dtype == torch.bfloat16
+                    assert torch.equal(parameter, full[prefix + name].bfloat16()), name
+
+
+@pytest.mark.world_size(1)
+def test_a_step_without_gradients_is_refused_with_the_parameter_s_name(device):
+    with parallel():
+        wrapped = shard(build())
+        optimizer = prepare_optimizer(sgd(wrapped.parameters()), wrapped)
+        with pytest.raises(ConfigError, match=r"step.*embedding\.word_embeddings\.weight has no gradient"):
+            optimizer.step()
+        drive(wrapped, batches(1))
+        dict(wrapped.named_sharded_parameters())["output_layer.weight"].grad = None
+        before = wrapped.full_parameters()
+        with pytest.raises(ConfigError, match=r"output_layer\.weight"):
+            optimizer.step()
+        assert differing(wrapped.full_parameters(), before) == set()
+
+
+@pytest.mark.world_size(1)
+def test_a_step_with_a_gathered_unit_is_refused(device):
+    with parallel():
+        wrapped = shard(build())
+        optimizer = prepare_optimizer(sgd(wrapped.parameters()), wrapped)
+        drive(wrapped, batches(1))
+        with wrapped.sharding_driver().gathered("L1"), pytest.raises(ConfigError, match="L1"):
+            optimizer.step()
+        optimizer.step()
+
+
+@pytest.mark.world_size(1, 2)
+def test_frozen_parameters_need_no_gradient_and_keep_their_values(device):
+    with parallel():
+        wrapped = shard(freeze(build(), "decoder.layers.0."))
+        assert "L0" not in wrapped.sharding_driver().trainable_units
+        assert "L0" in wrapped.sharding_driver().units
+        optimizer = prepare_optimizer(adamw(wrapped.parameters()), wrapped)
+        before = wrapped.full_parameters()
+        drive(wrapped, batches(1))
+        optimizer.step()
+        changed = differing(wrapped.full_parameters(), before)
+        assert changed == {name for name in before if not name.startswith("decoder.layers.0.")}
+
+
+@pytest.mark.world_size(1)
+def test_what_is_no_torch_optimizer_over_sharded_parameters_is_refused(device):
+    with parallel():
+        model = build()
+        early = sgd(model.parameters())
+        wrapped = shard(model)
+        with pytest.raises(ConfigError, match="before the model was sharded"):
+            prepare_optimizer(early, wrapped)
+        with pytest.raises(ConfigError, match=r"ChainedOptimizer.*Megatron-DDP"):
+            prepare_optimizer(ChainedOptimizer([]), wrapped)
+        with pytest.raises(ConfigError, match="not a torch"):
+            prepare_optimizer(object(), wrapped)
+        with pytest.raises(ConfigError, match="not a sharded model"):
+            prepare_optimizer(sgd(wrapped.parameters()), model)
