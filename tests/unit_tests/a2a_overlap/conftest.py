@@ -28,11 +28,18 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def device():
-    """The device for tensors, with the process group up: gloo on the host device, 60 s to time out."""
+    """The device for tensors, with the process group up and 60 s to time out.
+
+    gloo on the host device and where ranks share a GPU, which NCCL refuses; NCCL where every rank has its own.
+    """
     torch.set_num_threads(1)
+    gpus = torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    backend = "nccl" if gpus >= WORLD_SIZE else "gloo"
     with host.activate() as active_device, tempfile.TemporaryDirectory() as folder:
         address = {} if "RANK" in os.environ else {"init_method": f"file://{folder}/store", "rank": 0, "world_size": 1}
-        torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60), **address)
+        torch.distributed.init_process_group(backend, timeout=datetime.timedelta(seconds=60), **address)
         try:
             yield active_device
         finally:
