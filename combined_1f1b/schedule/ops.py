@@ -53,6 +53,8 @@ COMM_PARTS = ("dispatch", "combine")
 _LANES = {Kind.GATHER: Lane.GATHER, Kind.FREE: Lane.GATHER, Kind.REDUCE: Lane.REDUCE}
 _ISSUE_LANES = {Kind.GATHER: Lane.GATHER, Kind.FREE: Lane.GATHER}
 
+_COPIED = ("kind", "microbatch", "stage", "part", "name", "lane", "issue_lane")
+
 _NODE_TEXT = re.compile(r"([FBW])(\d+)\.([A-Za-z_]\w*)(?:\.([a-z_]+))?")
 _UNIT_TEXT = re.compile(r"(GATHER|FREE|REDUCE)\.([A-Za-z_]\w*)(?:\.([a-z_]+))?")
 _BEGIN_TEXT = re.compile(r"BEGIN_BACKWARD\.(\d+)")
@@ -118,7 +120,12 @@ class Op:
 
     def with_waits(self, waits: tuple[str, ...]) -> Op:
         """Return the same op with other waits."""
-        return Op(self.kind, self.microbatch, self.stage, self.part, waits)
+        # Copied field by field: name and lanes need no second derivation, and a plan has many ops.
+        op = object.__new__(Op)
+        for slot in _COPIED:
+            object.__setattr__(op, slot, getattr(self, slot))
+        object.__setattr__(op, "waits", waits)
+        return op
 
     @classmethod
     def on_unit(cls, kind: Kind, unit: str) -> Op:

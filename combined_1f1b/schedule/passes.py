@@ -22,12 +22,16 @@ def add_sharding(shape: PlanShape, ops: tuple[Op, ...]) -> tuple[Op, ...]:
         return ops
     before: defaultdict[int, list[Op]] = defaultdict(list)
     after: defaultdict[int, list[Op]] = defaultdict(list)
+    gather, free, reduce = (
+        {unit: Op.on_unit(kind, unit) for unit in shape.gathered_units}
+        for kind in (Kind.GATHER, Kind.FREE, Kind.REDUCE)
+    )
     reductions = _reductions(shape, ops)
     for index, units in reductions.items():
-        after[index] += (Op.on_unit(Kind.REDUCE, unit) for unit in units)
+        after[index] += [reduce[unit] for unit in units]
     for unit, start, end in _stretches(shape, ops, reductions):
-        before[start].append(Op.on_unit(Kind.GATHER, unit))
-        after[end].append(Op.on_unit(Kind.FREE, unit))
+        before[start].append(gather[unit])
+        after[end].append(free[unit])
     result: list[Op] = []
     for index, op in enumerate(ops):
         result += before.get(index, ())
@@ -134,8 +138,9 @@ def add_waits(shape: PlanShape, ops: tuple[Op, ...]) -> tuple[Op, ...]:
         lane = lanes[index]
         clock = clocks[lane]
         waits: list[int] = []
-        for other in sorted(needed, reverse=True):
-            if clock[lanes[other]] < other and lanes[other] != lane:
+        unseen = [other for other in needed if lanes[other] != lane and clock[lanes[other]] < other]
+        for other in sorted(unseen, reverse=True):
+            if clock[lanes[other]] < other:
                 waits.append(other)
                 clock[:] = map(max, clock, seen_by[other])
         clock[lane] = index

@@ -84,11 +84,14 @@ class Plan:
         latest: dict[str, int] = {}
         result: list[tuple[int, ...]] = []
         for index, op in enumerate(self.ops):
-            try:
-                result.append(tuple([latest[name] for name in op.waits]) if op.waits else ())
-            except KeyError as error:
-                reason = f"waits for {error.args[0]}, which no earlier op is"
-                raise bad_op(self.ops, index, reason) from None
+            waits = op.waits
+            if not waits:
+                result.append(())
+            else:
+                try:
+                    result.append(tuple([latest[name] for name in waits]))
+                except KeyError as error:
+                    raise bad_op(self.ops, index, f"waits for {error.args[0]}, which no earlier op is") from None
             latest[op.name] = index
         return tuple(result)
 
@@ -115,17 +118,13 @@ class Plan:
         return tuple(result)
 
     @cached_property
-    def _seen_on(self) -> dict[Lane, tuple[list[int], tuple[list[int], ...]]]:
+    def _seen_on(self) -> dict[Lane, tuple[list[int], tuple[tuple[int, ...], ...]]]:
         """Per issue lane: its ops, and for each other lane what they have seen of it (never decreasing)."""
-        found: dict[Lane, tuple[list[int], tuple[list[int], ...]]] = {
-            lane: ([], tuple([] for _ in ISSUE_LANES)) for lane in ISSUE_LANES
-        }
-        for index, (op, clock) in enumerate(zip(self.ops, self.clocks, strict=True)):
-            indices, seen = found[op.issue_lane]
-            indices.append(index)
-            for number, latest in enumerate(clock):
-                seen[number].append(latest)
-        return found
+        found: dict[Lane, list[int]] = {lane: [] for lane in ISSUE_LANES}
+        for index, op in enumerate(self.ops):
+            found[op.issue_lane].append(index)
+        clocks = self.clocks
+        return {lane: (own, tuple(zip(*[clocks[index] for index in own], strict=True))) for lane, own in found.items()}
 
     def release_after(self, consumer: int, producer_lane: Lane) -> int:
         """Return the index of the first op issued on `producer_lane` that starts only once op `consumer` is done.
@@ -138,7 +137,7 @@ class Plan:
         if lane is producer_lane:
             return consumer
         indices, seen = self._seen_on[producer_lane]
-        place = bisect_left(seen[LANE_NUMBER[lane]], consumer)
+        place = bisect_left(seen[LANE_NUMBER[lane]], consumer) if indices else 0
         return indices[place] if place < len(indices) else len(self.ops)
 
     @cached_property
