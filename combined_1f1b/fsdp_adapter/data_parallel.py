@@ -166,9 +166,9 @@ def _check_config(config: Any, register_hooks: bool) -> None:
 def _check_chunk(chunk: Any) -> None:
     if not isinstance(chunk, nn.Module):
         raise ConfigError.of("model", type(chunk).__name__, "not a module", "pass a GPTModel or a list of chunks")
+    if any(isinstance(module, mfsdp_v2.FsdpModule) for module in chunk.modules()):
+        raise ConfigError.of("model", type(chunk).__name__, "it is sharded already", "shard a model once")
     for module in chunk.modules():
-        if isinstance(module, mfsdp_v2.FsdpModule):
-            raise ConfigError.of("model", type(chunk).__name__, "it is sharded already", "shard a model once")
         if isinstance(module, _BaseDataParallel):
             raise ConfigError.of(
                 "model",

@@ -97,7 +97,7 @@ def hook_units(model: nn.Module, unit_types: tuple[type[nn.Module], ...] | None)
             visit(f"{path}.{name}" if path else name, child)
         is_unit = path.endswith("mlp.experts") or isinstance(module, unit_types)
         if path and is_unit and _owns_parameters(module):
-            units.append(UnitModule(path, module, path.endswith("mlp.experts") and _is_expert(module)))
+            units.append(UnitModule(path, module, "mlp.experts" in path and _is_expert(module)))
 
     visit("", model)
     units.append(UnitModule(ROOT, model, is_expert=False))
