@@ -11,8 +11,8 @@ last layer keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -158,6 +158,8 @@ class ModelChunk:
                 continue
             if part == "attention" and is_moe:
                 function = _with_padding_mask(function, inner.mlp)
+            if part == "attention" and flags["is_mtp"] and self.config.mtp_detach_heads:
+                function = _with_detached_trunk(function, layer)
             if part == "combine":
                 function = _with_own_residual(function, fp32=self.config.fp32_residual_connection)
             if self.config.sequence_parallel and not flags["is_mtp"]:
@@ -214,9 +216,8 @@ class ModelChunk:
     def _aliased_output_weight(self, shared: SharedWeights | None) -> Any:
         if shared is None or not self.tied_embeddings:
             return nullcontext()
-        return _shadowed_method(
-            self.model, "shared_embedding_or_output_weight", lambda original: shared.alias(original())
-        )
+        weight = shared.alias(self.model.shared_embedding_or_output_weight())
+        return _shadowed(self.model, "shared_embedding_or_output_weight", lambda: weight)
 
 
 class _AliasedEmbedding:
@@ -231,18 +232,14 @@ class _AliasedEmbedding:
         return torch.func.functional_call(self._embedding, aliases, args=(), kwargs=kwargs)
 
 
-class _shadowed_method:  # noqa: N801  used as a context manager only
-    """For the length of the context, a method of one instance is `replacement(original)`."""
-
-    def __init__(self, owner: Any, name: str, replacement: Callable[[Callable[[], Any]], Any]) -> None:
-        self._owner, self._name, self._replacement = owner, name, replacement
-
-    def __enter__(self) -> None:
-        original = getattr(self._owner, self._name)
-        vars(self._owner)[self._name] = lambda *args, **kwargs: self._replacement(lambda: original(*args, **kwargs))
-
-    def __exit__(self, *_exception: Any) -> None:
-        del vars(self._owner)[self._name]
+@contextmanager
+def _shadowed(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """For the length of the context, the method `name` of this one instance is `replacement`."""
+    vars(owner)[name] = replacement
+    try:
+        yield
+    finally:
+        del vars(owner)[name]
 
 
 def _template(function: Callable[..., Any]) -> NodeTemplate:
@@ -261,11 +258,23 @@ def _with_padding_mask(function: Callable[..., Any], moe: Any) -> Callable[..., 
             # Read here: a multi-token prediction layer rolls the mask before it routes.
             return route(moe, hidden_states, node.chunk_state.padding_mask.transpose(0, 1).bool())
 
-        vars(moe)["route"] = route_with_mask
-        try:
+        with _shadowed(moe, "route", route_with_mask):
             return function(node, *tensors)
-        finally:
-            del vars(moe)["route"]
+
+    return attention
+
+
+def _with_detached_trunk(function: Callable[..., Any], layer: Any) -> Callable[..., Any]:
+    """With `mtp_detach_heads` the prediction layer sends no gradient to the trunk; the callable forgets to detach."""
+
+    def attention(node: Node, *tensors: torch.Tensor) -> Any:
+        get_embeddings = type(layer)._get_embeddings
+
+        def get_embeddings_detached(*, hidden_states: torch.Tensor, **arguments: Any) -> Any:
+            return get_embeddings(layer, hidden_states=hidden_states.detach(), **arguments)
+
+        with _shadowed(layer, "_get_embeddings", get_embeddings_detached):
+            return function(node, *tensors)
 
     return attention
 
