@@ -102,8 +102,9 @@ BACKWARD_WITH_BACKWARD = (
     Row(0, B, "attention"),
     Row(0, W, "attention"),
 )
-FIRST_COMBINE, SECOND_LAYER_DONE = 2, 10
-"""Rows of BACKWARD_WITH_BACKWARD after which the second backward's head, and then its final norm, are issued."""
+# What has no layer joins where traffic would otherwise be alone: the second backward's loss and output layer after the
+# first two rows, the first backward's embedding after eight, the second's final norm after ten.
+SECOND_HEAD, FIRST_EMBEDDING, SECOND_NORM = 2, 8, 10
 
 
 def base_order(shape: PlanShape) -> tuple[Op, ...]:
@@ -184,14 +185,15 @@ class _Order:
         for step, stages in enumerate(zip(ahead, behind, following, strict=True)):
             flows = tuple(zip((first, second, second), stages, strict=True))
             self._norm_before(stages[0], first)
-            self._block(table[:FIRST_COMBINE], *flows)
+            self._block(table[:SECOND_HEAD], *flows)
             if step == lag:
                 self._begin_backward(second)
-            self._block(table[FIRST_COMBINE:SECOND_LAYER_DONE], *flows)
+            self._block(table[SECOND_HEAD:FIRST_EMBEDDING], *flows)
             if step == len(layers):
                 self._nodes(B, first, "embedding")
+            self._block(table[FIRST_EMBEDDING:SECOND_NORM], *flows)
             self._norm_before(stages[2], second)
-            self._block(table[SECOND_LAYER_DONE:], *flows)
+            self._block(table[SECOND_NORM:], *flows)
         self._nodes(B, second, "embedding")
 
     def _begin_backward(self, microbatch: int) -> None:

@@ -186,7 +186,7 @@ class PlanShape:
             PlanError: the text is not such a line.
             ConfigError: a value cannot work.
         """
-        first, *words = text.split()
+        first, *words = text.split() or [""]
         if first != "plan":
             raise PlanError(f"a plan starts with a line 'plan num_layers=... num_microbatches=...', not with {text!r}")
         known = {f.name: str(f.type) for f in fields(cls)}
@@ -195,7 +195,13 @@ class PlanShape:
             name, _, value = word.partition("=")
             if name not in known:
                 raise PlanError(f"unknown field {name!r} in {text!r}")
-            values[name] = _parse_value(known[name], value)
+            try:
+                values[name] = _parse_value(known[name], value)
+            except (KeyError, ValueError):
+                raise PlanError(f"cannot read {name} from {value!r}: expected {known[name]}") from None
+        for name in ("num_layers", "num_microbatches"):
+            if name not in values:
+                raise PlanError(f"{name} is missing in {text!r}")
         return cls(**values)  # type: ignore[arg-type]  # the values were read by the fields' own types
 
 

@@ -77,7 +77,8 @@ class Simulation:
         hidden_fraction: part of `comm_busy` that is not exposed; 1 without traffic.
         peak_microbatches: most micro-batches between their first forward op and their last backward op at one time.
         comm_ops: dispatch and combine ops, forward and backward.
-        comm_ops_under_partner: those beside which a compute node of another flow may run, by the plan's waits alone.
+        comm_ops_under_partner: those beside which another flow may run a layer's compute node or its output layer, by
+            the plan's waits alone.
         spans: when each op ran, in the order of the plan.
     """
 
@@ -183,13 +184,18 @@ def peak_microbatches(ops: Sequence[Op]) -> int:
 
 
 def comm_ops_under_partner(plan: Plan) -> int:
-    """Count the dispatch and combine ops beside which a node of another flow may run on the compute lane.
+    """Count the dispatch and combine ops beside which another flow may run a layer's compute node or its output layer.
 
-    A compute op may run beside a comm op when neither waits for the other, directly or through other ops.
+    A compute op may run beside a comm op when neither waits for the other, directly or through other ops. Embeddings,
+    norms and losses are too short to count as partners.
     """
     ops = plan.ops
     number = LANE_NUMBER[Lane.COMPUTE]
-    nodes = [i for i, op in enumerate(ops) if op.issue_lane is Lane.COMPUTE and op.microbatch is not None and op.stage]
+    nodes = [
+        index
+        for index, op in enumerate(ops)
+        if op.lane is Lane.COMPUTE and (op.part != "" or op.stage == "output_layer")
+    ]
     count = place = 0
     for index, op in enumerate(ops):
         if op.lane is not Lane.COMM:

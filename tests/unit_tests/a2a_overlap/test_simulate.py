@@ -1,0 +1,159 @@
+"""Exact overlap counts, closed forms of simulated times, and what head and tail pairing costs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from plan_cases import plans
+
+from combined_1f1b.schedule import build_plan, simulate
+from combined_1f1b.schedule.ops import Kind, Lane
+from combined_1f1b.schedule.simulate import CostModel
+
+pytestmark = pytest.mark.world_size(1)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 8])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_all_traffic_but_the_first_forward_and_the_last_backward_has_a_partner(num_layers, num_microbatches, sharded):
+    plan = build_plan(num_layers=num_layers, num_microbatches=num_microbatches, sharded=sharded)
+    simulation = simulate(plan)
+    assert simulation.comm_ops == 4 * num_layers * num_microbatches
+    assert simulation.comm_ops_under_partner == 4 * num_layers * (num_microbatches - 1)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+@pytest.mark.parametrize("num_microbatches", [2, 3, 8])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_with_head_and_tail_paired_two_ops_are_left_alone(num_layers, num_microbatches, sharded):
+    """The tail's first dispatch, beside which the second backward has a norm, and its last, beside an embedding."""
+    plan = build_plan(
+        num_layers=num_layers, num_microbatches=num_microbatches, sharded=sharded, pair_head_and_tail=True
+    )
+    simulation = simulate(plan)
+    assert simulation.comm_ops == 4 * num_layers * num_microbatches
+    assert simulation.comm_ops - simulation.comm_ops_under_partner == 2
+
+
+def test_one_microbatch_has_no_partner_even_when_paired():
+    assert simulate(build_plan(num_layers=3, num_microbatches=1, pair_head_and_tail=True)).comm_ops_under_partner == 0
+
+
+def test_dense_layers_have_no_traffic():
+    simulation = simulate(build_plan(num_layers=3, num_microbatches=3, moe_layers=()))
+    assert simulation.comm_ops == simulation.comm_ops_under_partner == simulation.comm_busy == 0
+    assert simulation.hidden_fraction == 1.0
+    assert simulation.makespan == pytest.approx(simulation.compute_busy)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4, 16])
+def test_hidden_fraction_without_pairing(num_microbatches):
+    """Exactly the first forward's and the last backward's traffic is exposed."""
+    simulation = simulate(build_plan(num_layers=4, num_microbatches=num_microbatches))
+    assert simulation.hidden_fraction == pytest.approx(1 - 1 / num_microbatches)
+    assert simulation.makespan == pytest.approx(simulation.compute_busy + simulation.exposed_comm)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("num_microbatches", [2, 3, 4, 16])
+def test_pairing_and_delayed_weight_gradients_hide_everything(sharded, num_microbatches):
+    plan = build_plan(
+        num_layers=4, num_microbatches=num_microbatches, sharded=sharded, pair_head_and_tail=True, delay_wgrad=True
+    )
+    simulation = simulate(plan)
+    assert simulation.exposed_comm == pytest.approx(0.0)
+    assert simulation.hidden_fraction == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 3, 4, 16])
+def test_pairing_alone_leaves_at_most_two_all_to_alls(num_microbatches):
+    """The first backward dispatch of the tail has only a norm beside it, the last one only the embedding."""
+    cost = CostModel()
+    plan = build_plan(num_layers=4, num_microbatches=num_microbatches, pair_head_and_tail=True)
+    assert 0 < simulate(plan, cost).exposed_comm <= 2 * cost.dispatch
+
+
+def test_gathers_and_reductions_stay_off_the_critical_path():
+    """With parameters gathered one layer ahead, a sharded plan is longer by its ends and by packing only."""
+    cost = CostModel()
+    for paired in (False, True):
+        arguments = {"num_layers": 4, "num_microbatches": 8, "pair_head_and_tail": paired, "delay_wgrad": True}
+        plain = simulate(build_plan(**arguments), cost)
+        plan = build_plan(**arguments, sharded=True)
+        sharded = simulate(plan, cost)
+        packing = sharded.compute_busy - plain.compute_busy
+        first_gathers = 3 * cost.gather
+        last_reductions = 3 * cost.reduce
+        assert sharded.makespan - plain.makespan <= packing + first_gathers + last_reductions
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "plain", "paired"), [(1, 1, 1), (2, 2, 2), (3, 2, 3), (4, 2, 3), (16, 2, 3)]
+)
+def test_peak_microbatches(num_microbatches, plain, paired):
+    """Pairing costs the activations of one more micro-batch."""
+    for expected, pair_head_and_tail in ((plain, False), (paired, True)):
+        plan = build_plan(
+            num_layers=2, num_microbatches=num_microbatches, pair_head_and_tail=pair_head_and_tail, delay_wgrad=True
+        )
+        assert simulate(plan).peak_microbatches == expected
+
+
+def test_costs_are_used():
+    cost = CostModel(
+        embedding=1,
+        attention=10,
+        dispatch=100,
+        experts=1000,
+        combine=10_000,
+        final_norm=2,
+        output_layer=3,
+        loss=4,
+        backward=3,
+        weight=2,
+    )
+    forward = 1 + 10 + 1000 + 2 + 3 + 4
+    simulation = simulate(build_plan(num_layers=1, num_microbatches=1), cost)
+    assert simulation.compute_busy == forward * (1 + 3)
+    assert simulation.comm_busy == 2 * 10_100
+    assert simulation.makespan == simulation.compute_busy + simulation.comm_busy
+    # Split weight gradients take nothing away in total; W of the experts hides all of the dispatch here.
+    split = simulate(build_plan(num_layers=1, num_microbatches=1, delay_wgrad=True), cost)
+    assert split.compute_busy == simulation.compute_busy
+    assert split.makespan == simulation.makespan - 100
+
+
+def test_unit_scale_makes_a_unit_larger():
+    plan = build_plan(num_layers=1, num_microbatches=1, sharded=True, moe_layers=())
+    small = simulate(plan, CostModel(unit_scale={}))
+    large = simulate(plan, CostModel(unit_scale={"embedding": 50.0}))
+    assert large.makespan > small.makespan + 49 * CostModel().gather
+
+
+@settings(max_examples=80, deadline=None)
+@given(plans())
+def test_spans_obey_the_plan(plan):
+    simulation = simulate(plan)
+    issued: dict[int, tuple[float, float]] = {}
+    lane_end = dict.fromkeys(Lane, 0.0)
+    for span in simulation.spans:
+        op = plan.ops[span.op_index]
+        assert lane_end[span.lane] <= span.start <= span.end
+        lane_end[span.lane] = span.end
+        if span.op_index not in issued:
+            assert span.lane is op.issue_lane
+            issued[span.op_index] = (span.start, span.end)
+            for other in plan.wait_indices[span.op_index]:
+                assert span.start >= issued[other][1]
+        else:
+            assert (op.kind, span.lane) == (Kind.REDUCE, Lane.REDUCE)
+            assert span.start >= issued[span.op_index][1]
+    assert len(issued) == len(plan.ops)
+    assert simulation.makespan == max(lane_end.values())
+    assert 0 <= simulation.hidden_fraction <= 1 + 1e-9
+    assert math.isclose(simulation.exposed_comm, simulation.comm_busy * (1 - simulation.hidden_fraction), abs_tol=1e-9)
+    assert simulation.makespan >= simulation.compute_busy - 1e-9
+    assert simulation.comm_ops_under_partner <= simulation.comm_ops
