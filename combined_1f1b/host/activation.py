@@ -13,7 +13,8 @@ from combined_1f1b.host.collectives import collective_patches
 from combined_1f1b.host.cuda import cuda_patches
 from combined_1f1b.host.patch import AppliedPatches, Patch
 from combined_1f1b.host.random import quiet_generator_watchers
-from combined_1f1b.host.streams import Observer, StreamState, active_state
+from combined_1f1b.host.steps import Observer
+from combined_1f1b.host.streams import StreamState, active_state
 from combined_1f1b.host.tensors import CPU, tensor_patches
 
 

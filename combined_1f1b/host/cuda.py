@@ -9,16 +9,10 @@ from typing import Any
 
 import torch
 
+from combined_1f1b.host.contexts import DeviceContext, StreamContext
 from combined_1f1b.host.patch import Patch
 from combined_1f1b.host.random import HostDefaultGenerator
-from combined_1f1b.host.streams import (
-    DeviceContext,
-    HostEvent,
-    HostExternalStream,
-    HostStream,
-    StreamContext,
-    StreamState,
-)
+from combined_1f1b.host.streams import HostEvent, HostExternalStream, HostStream, StreamState
 
 DEVICE_NAME = "host device (CPU)"
 

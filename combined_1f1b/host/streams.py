@@ -11,52 +11,19 @@ the stream of the node's forward. Nothing here models that switch, so a fault th
 
 from __future__ import annotations
 
-import enum
 import itertools
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 
+from combined_1f1b.host.contexts import StreamContext
+from combined_1f1b.host.steps import Observer, Step, StreamStep
+
 # CUDA's range on current hardware: (least, greatest) priority, a smaller number being more urgent.
 PRIORITY_RANGE = (0, -5)
 DEFAULT_STREAM_ID = 0
-
-
-class Step(enum.StrEnum):
-    """What happened to a stream or an event."""
-
-    STREAM_CREATED = "stream created"
-    STREAM_SWITCHED = "stream switched"
-    STREAM_SYNCHRONIZED = "stream synchronized"
-    EVENT_RECORDED = "event recorded"
-    EVENT_AWAITED = "event awaited"
-    EVENT_SYNCHRONIZED = "event synchronized"
-    DEVICE_SYNCHRONIZED = "device synchronized"
-    TENSOR_RECORDED = "tensor recorded"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamStep:
-    """One report to the observer; what a step does not have is None.
-
-    Attributes:
-        step: what happened.
-        stream: the stream that it happened on; for STREAM_SWITCHED the one that is current from now on.
-        event: the event that was recorded, awaited or synchronized.
-        tensor: the tensor of a `record_stream`.
-    """
-
-    step: Step
-    stream: HostStream | None = None
-    event: HostEvent | None = None
-    tensor: torch.Tensor | None = None
-
-
-type Observer = Callable[[StreamStep], None]
 
 
 class _CurrentStreams(threading.local):
@@ -326,43 +293,3 @@ class HostEvent:
 
     def __repr__(self) -> str:
         return f"<host event {self.event_id} {'unrecorded' if self.stream is None else f'on {self.stream!r}'}>"
-
-
-class StreamContext:
-    """Stands for torch.cuda.stream(...): makes a stream current and puts the previous stream and device back."""
-
-    def __init__(self, stream: HostStream | None) -> None:
-        self.stream = stream
-        self._previous: tuple[int, HostStream, HostStream] | None = None
-
-    def __enter__(self) -> None:
-        if self.stream is None:
-            return
-        on_device = torch.cuda.current_stream(self.stream.device_index)
-        self._previous = (torch.cuda.current_device(), torch.cuda.current_stream(), on_device)
-        torch.cuda.set_stream(self.stream)
-
-    def __exit__(self, *exception: object) -> None:
-        if self._previous is None:
-            return
-        device_index, stream, on_device = self._previous
-        self._previous = None
-        if on_device.device_index != stream.device_index:
-            torch.cuda.set_stream(on_device)
-        torch.cuda.set_stream(stream)
-        torch.cuda.set_device(device_index)
-
-
-class DeviceContext:
-    """Stands for torch.cuda.device(...): makes a device current for a block; a CPU device changes nothing."""
-
-    def __init__(self, device: Any) -> None:
-        self._device = device
-        self._previous = 0
-
-    def __enter__(self) -> None:
-        self._previous = torch.cuda.current_device()
-        torch.cuda.set_device(self._device)
-
-    def __exit__(self, *exception: object) -> None:
-        torch.cuda.set_device(self._previous)

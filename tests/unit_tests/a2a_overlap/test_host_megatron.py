@@ -32,8 +32,22 @@ CASES: dict[str, dict[str, Any]] = {
         "recompute_modules": ["core_attn"],
         "attention_dropout": 0.1,
     },
+    "full recompute with dropout": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "hidden_dropout": 0.1,
+    },
     "layer norm and biases": {"normalization": "LayerNorm", "add_bias_linear": True},
     "swiglu": {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu},
+    "fused operators": {
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "bias_activation_fusion": True,
+        "bias_dropout_fusion": True,
+        "cross_entropy_loss_fusion": True,
+        "cross_entropy_fusion_impl": "native",
+    },
     "dense first layer": {"moe_layer_freq": [0, 1]},
     "router in fp32": {"moe_router_dtype": "fp32"},
 }

@@ -23,10 +23,10 @@ from combined_1f1b.host import Step
 FP32 = {"bf16": False, "params_dtype": torch.float32, "pipeline_dtype": torch.float32}
 
 
-def shard(model: torch.nn.Module) -> None:
+def shard(model: torch.nn.Module, device: torch.device) -> None:
     """Experts on the mesh of their replicas, then every layer, then what is left, as MFSDP's own partition does."""
-    dense = DeviceMesh.from_group(parallel_state.get_data_parallel_group(), "cpu")
-    experts = DeviceMesh.from_group(parallel_state.get_expert_data_parallel_group(), "cpu")
+    dense = DeviceMesh.from_group(parallel_state.get_data_parallel_group(), device.type)
+    experts = DeviceMesh.from_group(parallel_state.get_expert_data_parallel_group(), device.type)
     placements = Placements(dp_axes=[0], parameter=[Flat()], gradient=[Flat()], optimizer=[Flat()])
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     for layer in layers:
@@ -70,7 +70,7 @@ def test_sharded_steps_equal_replicated_steps(device, expert_parallel):
         expected = losses(plain, optimizer, lambda: average_over_replicas(plain))
 
         sharded = build(expert_model_parallel_size=expert_parallel, **FP32)
-        shard(sharded)
+        shard(sharded, device)
         optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
         fully_shard_optimizer(optimizer)
         found = losses(sharded, optimizer, lambda: None)
@@ -83,7 +83,7 @@ def test_sharded_steps_equal_replicated_steps(device, expert_parallel):
 def test_bf16_steps_run(device):
     with parallel(expert_model_parallel_size=2):
         model = build()
-        shard(model.module)
+        shard(model.module, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         fully_shard_optimizer(optimizer)
         found = losses(model, optimizer, lambda: None)
@@ -95,7 +95,7 @@ def test_bf16_steps_run(device):
 def test_gathers_and_reductions_use_streams_of_their_own(device):
     with parallel(expert_model_parallel_size=2):
         model = build(**FP32)
-        shard(model)
+        shard(model, device)
         steps = []
         with host.observing(steps.append):
             output, _ = forward_step(batches(1), model)
