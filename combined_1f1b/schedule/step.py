@@ -69,9 +69,7 @@ class Step:
         self._config = inputs.config
         self._chunk = chunk
         self._driver = driver
-        # With a sharded model `.grad` is empty when a micro-batch's backward starts: contributions add up there.
-        several_uses = chunk.tied_embeddings or bool(chunk.mtp_layers)
-        self._apart = several_uses and isinstance(driver, NullSharding)
+        self._apart = self._needs_shared_weights()
         self._microbatches: dict[int, MicroBatch] = {}
         self._unsynchronised = ExitStack()
         self._is_unsynchronised = False
@@ -93,6 +91,14 @@ class Step:
         self._unsynchronised.close()
         self._microbatches.clear()
         self._chunk.reset_module_state()
+
+    def _needs_shared_weights(self) -> bool:
+        """Whether a weight is used by several nodes and its contributions have to be held together (`shared_weights.py`).
+
+        With a sharded model `.grad` is empty when a micro-batch's backward starts, and they add up there.
+        """
+        several_uses = self._chunk.tied_embeddings or bool(self._chunk.mtp_layers)
+        return several_uses and isinstance(self._driver, NullSharding)
 
     def _forward(self, issue: Issue) -> Any:
         op = issue.op
