@@ -27,7 +27,7 @@ type Found = dict[tuple[str, str], object]
 
 @pytest.fixture
 def inactive() -> Iterator[None]:
-    """Take the host device away for a test, also where the session holds it for other tests."""
+    """Take the host device away for a test, also where other tests of the run hold it."""
     state = active_state()
     if state is None:
         yield
