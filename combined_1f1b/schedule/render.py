@@ -121,6 +121,7 @@ def to_svg(
         width: most time of one band, in units of an attention forward; the bands share the time evenly.
         title: heading; None makes one from the plan.
     """
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -142,14 +143,24 @@ def to_svg(
                 [(start, end - start)], (0.06, 0.88), facecolor="none", edgecolor=_WAITING, hatch="////", linewidth=0
             )
     _draw_legend(figure, plan, title or _title(plan, simulation))
-    figure.savefig(path)
+    # The same plan gives the same bytes, so that a picture under version control changes with the plan only.
+    is_svg = str(path).endswith(".svg")
+    with matplotlib.rc_context({"svg.hashsalt": "combined_1f1b"}):
+        figure.savefig(path, metadata={"Date": None} if is_svg else None)
 
 
 def _title(plan: Plan, simulation: Simulation) -> str:
     shape, pairs = plan.shape, plan.pairs
-    layers = f"{shape.num_layers} layers, {shape.num_microbatches} micro-batches"
-    counts = f"{pairs.forward_backward_pairs} F/B pairs, {pairs.head_pairs} F/F, {pairs.tail_pairs} B/B"
-    return f"{layers}: {counts}; {simulation.hidden_fraction:.0%} of the all-to-all time is under compute"
+    counts = (
+        (shape.num_layers + shape.num_mtp_layers, "layer"),
+        (shape.num_microbatches, "micro-batch"),
+        (pairs.forward_backward_pairs, "forward/backward pair"),
+        (pairs.head_pairs, "forward/forward pair"),
+        (pairs.tail_pairs, "backward/backward pair"),
+    )
+    plurals = {"micro-batch": "micro-batches"}
+    words = [f"{n} {word if n == 1 else plurals.get(word, word + 's')}" for n, word in counts if n]
+    return f"{', '.join(words)}: {simulation.hidden_fraction:.0%} of the all-to-all time runs under compute"
 
 
 def _draw_axes(axes: Axes, lanes: Sequence[Lane], start: float, width: float) -> None:

@@ -263,6 +263,14 @@ def test_release_after_is_the_first_op_that_follows(plan):
             assert plan.release_after(consumer, lane) == (expected[0] if expected else len(plan.ops))
 
 
+def test_equal_plans_are_one_key():
+    first, second = (build_plan(num_layers=2, num_microbatches=2) for _ in range(2))
+    other = build_plan(num_layers=2, num_microbatches=3)
+    assert first is not second
+    assert {first: "plan"}[second] == "plan"
+    assert first != other
+
+
 def test_excerpt_points_at_the_op():
     plan = build_plan(num_layers=1, num_microbatches=1)
     text = plan.excerpt(3, radius=1).splitlines()

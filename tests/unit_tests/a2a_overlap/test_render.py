@@ -92,7 +92,10 @@ def test_svg(tmp_path):
         assert name in comments
     for lane in Lane:
         assert lane.value in comments
-    assert any("2 layers, 2 micro-batches" in comment for comment in comments)
+    assert any(comment.startswith("2 layers, 2 micro-batches, 1 forward/backward pair: ") for comment in comments)
+    again = tmp_path / "again.svg"
+    to_svg(plan, again)
+    assert again.read_bytes() == path.read_bytes()
 
 
 def test_picture_of_a_dense_plan_in_another_format(tmp_path):
