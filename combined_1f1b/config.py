@@ -28,7 +28,10 @@ class OverlapOptions:
     def __post_init__(self) -> None:
         if self.pair_head_and_tail:
             raise ConfigError.of(
-                "pair_head_and_tail", True, "the executor does not run head and tail pairs yet", "use pair_head_and_tail=False"
+                "pair_head_and_tail",
+                True,
+                "the executor does not run head and tail pairs yet",
+                "use pair_head_and_tail=False",
             )
 
 
@@ -139,7 +142,9 @@ def check_config(config: Any) -> None:
     """
     for refusal in _REFUSALS:
         if refusal.is_bad(config):
-            raise ConfigError.of(refusal.flag, getattr(config, refusal.flag), f"{refusal.reason} ({FLAG}=True)", refusal.fix)
+            raise ConfigError.of(
+                refusal.flag, getattr(config, refusal.flag), f"{refusal.reason} ({FLAG}=True)", refusal.fix
+            )
 
 
 def check_disabled(config: Any) -> None:

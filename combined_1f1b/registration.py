@@ -49,8 +49,6 @@ class Installation:
         self._chunks: weakref.WeakKeyDictionary[torch.nn.Module, ModelChunk] = weakref.WeakKeyDictionary()
         self._agreed: tuple[int, int] | None = None
         self._told: set[str] = set()
-        if not hasattr(schedules, _DRIVER):
-            raise SurfaceError(f"megatron.core.pipeline_parallel.schedules.{_DRIVER} has gone: use megatron-core 0.19.x")
         self.original_driver: Callable[..., Any] = getattr(schedules, _DRIVER)
         self.original_post_init: Callable[[Any], None] = TransformerConfig.__post_init__
         setattr(schedules, _DRIVER, self._make_driver())
@@ -179,6 +177,8 @@ class Installation:
 
 def _current() -> Installation | None:
     """The installation behind Megatron's entry point, if there is one: what is rebound is the only state."""
+    if not hasattr(schedules, _DRIVER):
+        raise SurfaceError(f"megatron.core.pipeline_parallel.schedules.{_DRIVER} has gone: use megatron-core 0.19.x")
     installation: Installation | None = getattr(getattr(schedules, _DRIVER), "installation", None)
     return installation
 

@@ -25,7 +25,10 @@ def innermost_model(model: Any) -> GPTModel:
         inner = inner.module
     if not isinstance(inner, GPTModel):
         raise UnsupportedModelError.of(
-            "model", type(inner).__name__, "only GPTModel can be cut into nodes", "set overlap_moe_expert_parallel_comm=False"
+            "model",
+            type(inner).__name__,
+            "only GPTModel can be cut into nodes",
+            "set overlap_moe_expert_parallel_comm=False",
         )
     return inner
 
@@ -53,7 +56,9 @@ def check_model(model: GPTModel) -> None:
     _check_hooks(model.decoder)
     if not any(isinstance(layer.mlp, MoELayer) for layer in layers):
         raise UnsupportedModelError.of(
-            "model", type(model).__name__, "has no mixture-of-experts layer, so there is no traffic to hide",
+            "model",
+            type(model).__name__,
+            "has no mixture-of-experts layer, so there is no traffic to hide",
             "set overlap_moe_expert_parallel_comm=False",
         )
 
@@ -66,13 +71,18 @@ def check_arguments(config: Any, arguments: dict[str, Any]) -> None:
     """
     for name in ("inference_context", "inference_params", "extra_block_kwargs"):
         if arguments.get(name):
-            raise ConfigError.of(name, type(arguments[name]).__name__, "the schedule's nodes do not take it", f"pass {name}=None")
+            raise ConfigError.of(
+                name, type(arguments[name]).__name__, "the schedule's nodes do not take it", f"pass {name}=None"
+            )
     packed = arguments.get("packed_seq_params")
     if packed is None:
         return
     if config.mtp_num_layers:
         raise ConfigError.of(
-            "packed_seq_params", "set", "multi-token prediction's nodes do not take packed sequences", "set mtp_num_layers=None"
+            "packed_seq_params",
+            "set",
+            "multi-token prediction's nodes do not take packed sequences",
+            "set mtp_num_layers=None",
         )
     if getattr(packed, "tokens_per_sample", None) is not None:
         raise ConfigError.of(

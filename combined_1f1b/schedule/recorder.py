@@ -91,7 +91,9 @@ def record_forward_step(
         output, loss_func = forward_step_func(data_iterator, model)
     if len(calls.arguments) != 1:
         times = "never calls the model" if not calls.arguments else f"calls the model {len(calls.arguments)} times"
-        raise ConfigError(f"forward_step {times}: the schedule runs one forward of the model per micro-batch; call it once")
+        raise ConfigError(
+            f"forward_step {times}: the schedule runs one forward of the model per micro-batch; call it once"
+        )
     if output is not calls.placeholder:
         raise ConfigError(
             f"forward_step returns {type(output).__name__} instead of the model's output: return the output as it is and "

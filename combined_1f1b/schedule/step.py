@@ -1,8 +1,8 @@
 """The forward and backward of micro-batches, op by op: the handlers that every driver gives to the executor.
 
-    F{m}.embedding   record the user's forward_step, then run the first node      B{m}.loss       grad_scale_func, engine
-    F{m}.<node>      run a node on what the node before left                      B{m}.<node>     run its backward
-    F{m}.loss        the user's loss_func through Megatron's own scaling          B{m}.embedding  the micro-batch is over
+F{m}.embedding   record the user's forward_step, then run the first node      B{m}.loss       grad_scale_func, engine
+F{m}.<node>      run a node on what the node before left                      B{m}.<node>     run its backward
+F{m}.loss        the user's loss_func through Megatron's own scaling          B{m}.embedding  the micro-batch is over
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The streams behind a plan's lanes, forked from the caller's stream at the start of an iteration and joined at its end.
 
-    compute   the caller's current stream: the step runs where the caller works, captured or not
-    comm      Megatron's own communication stream, on which its modules also put work
-    gather    the sharding driver's all-gather stream
-    reduce    the sharding driver's reduction stream; BEGIN_BACKWARD forks it, once per micro-batch backward
+compute   the caller's current stream: the step runs where the caller works, captured or not
+comm      Megatron's own communication stream, on which its modules also put work
+gather    the sharding driver's all-gather stream
+reduce    the sharding driver's reduction stream; BEGIN_BACKWARD forks it, once per micro-batch backward
 """
 
 from __future__ import annotations

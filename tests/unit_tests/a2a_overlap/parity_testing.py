@@ -50,8 +50,15 @@ def forward_step(
     return model(**arguments), partial(loss)
 
 
-def run(model: Any, *, data: Iterator[Any] | None = None, num_microbatches: int = 3, forward_only: bool = False,
-        step: Callable[..., Any] = forward_step, **options: Any) -> list[Any]:
+def run(
+    model: Any,
+    *,
+    data: Iterator[Any] | None = None,
+    num_microbatches: int = 3,
+    forward_only: bool = False,
+    step: Callable[..., Any] = forward_step,
+    **options: Any,
+) -> list[Any]:
     """One call of Megatron's forward-backward function, as its training loop makes it."""
     return get_forward_backward_func()(
         forward_step_func=step,

@@ -120,7 +120,14 @@ def test_numbers_of_microbatches(count):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "frozen",
-    ["embedding", "decoder.layers.0", "decoder.layers.1.mlp.experts", "decoder.final_layernorm", "output_layer", "router"],
+    [
+        "embedding",
+        "decoder.layers.0",
+        "decoder.layers.1.mlp.experts",
+        "decoder.final_layernorm",
+        "output_layer",
+        "router",
+    ],
 )
 def test_frozen_parameters(frozen):
     def freeze(model):
@@ -204,11 +211,6 @@ def test_autocast():
     autocast = {**FP32, "enable_autocast": True, "autocast_dtype": torch.bfloat16, "moe_router_dtype": "fp64"}
     cast = assert_parity(**autocast)
     assert differing(cast.gradients[0], assert_parity(**FP32, moe_router_dtype="fp64").gradients[0])
-
-
-@pytest.mark.world_size(2)
-def test_multi_latent_attention():
-    assert_parity(multi_latent_attention=True)
 
 
 @pytest.mark.world_size(2)

@@ -30,7 +30,9 @@ def installed(device):
         yield
 
 
-def train(*, combined: bool, **changes: Any) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]], dict[str, Any]]:
+def train(
+    *, combined: bool, **changes: Any
+) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]], dict[str, Any]]:
     """A few AdamW steps on a fresh model sharded for one of the modes; losses, gradients per step, final parameters."""
     model = build(expert_model_parallel_size=EXPERT_SIZE, **changes)
     config = config_of(model)

@@ -1,0 +1,228 @@
+"""install(), uninstall(), enable() and what they leave alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from host_models import BASE, build, config_of, parallel
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from parity_testing import run, set_flag
+
+import combined_1f1b
+from combined_1f1b.errors import ConfigError, UnsupportedModelError
+
+pytestmark = pytest.mark.world_size(1)
+NAME = "combined_1f1b_schedule_for_no_pipelining"
+ALONE = {**BASE, "expert_model_parallel_size": 1}
+
+
+def names():
+    return getattr(schedules, NAME), TransformerConfig.__post_init__
+
+
+def test_uninstall_puts_back_exactly_what_was_there():
+    before = names()
+    combined_1f1b.install()
+    assert all(now is not then for now, then in zip(names(), before, strict=True))
+    combined_1f1b.uninstall()
+    assert names() == before
+    combined_1f1b.uninstall()
+    assert names() == before
+
+
+def test_install_is_idempotent_and_a_second_call_replaces_the_options():
+    before = names()
+    first = combined_1f1b.install()
+    installed = names()
+    options = combined_1f1b.OverlapOptions()
+    assert combined_1f1b.install(options) is first
+    assert first.options is options
+    assert names() == installed
+    combined_1f1b.uninstall()
+    assert names() == before
+
+
+def test_as_a_context_manager_it_uninstalls_also_after_an_error():
+    before = names()
+    with pytest.raises(KeyError), combined_1f1b.install():
+        raise KeyError
+    assert names() == before
+
+
+def test_a_function_fetched_before_install_runs_our_schedule(device):
+    with parallel():
+        function = get_forward_backward_func()
+        with combined_1f1b.install():
+            assert get_forward_backward_func() is function
+            model = build(expert_model_parallel_size=1)
+            set_flag(model, True)
+            run(model)
+            assert combined_1f1b.last_step().schedule == "combined_1f1b"
+
+
+def test_last_step_reports_what_ran(device):
+    assert combined_1f1b.last_step() is None
+    with parallel(), combined_1f1b.install():
+        assert combined_1f1b.last_step() is None
+        model = build(expert_model_parallel_size=1)
+        run(model)
+        assert combined_1f1b.last_step() is None, "the flag is off: nothing of ours ran"
+        set_flag(model, True)
+        run(model, num_microbatches=4)
+        report = combined_1f1b.last_step()
+        assert (report.num_microbatches, report.forward_backward_pairs, report.head_pairs, report.tail_pairs) == (
+            4,
+            3,
+            0,
+            0,
+        )
+        assert not report.sharded
+        assert report.plan.pairs.forward_backward_pairs == 3
+
+
+def test_the_constructor_accepts_what_megatron_refuses_and_this_package_runs():
+    with pytest.raises(AssertionError):
+        TransformerConfig(**ALONE, overlap_moe_expert_parallel_comm=True)
+    fp32 = {"bf16": False, "params_dtype": torch.float32, "pipeline_dtype": torch.float32}
+    with combined_1f1b.install():
+        config = TransformerConfig(**{**ALONE, **fp32}, overlap_moe_expert_parallel_comm=True)
+        assert config.overlap_moe_expert_parallel_comm
+        early = TransformerConfig(
+            **ALONE, overlap_moe_expert_parallel_comm=True, ep_overlap_early_attn_memory_release=True
+        )
+        assert early.ep_overlap_early_attn_memory_release
+        assert MLATransformerConfig(**ALONE, overlap_moe_expert_parallel_comm=True).overlap_moe_expert_parallel_comm
+
+
+def test_megatrons_other_checks_still_run():
+    with combined_1f1b.install(), pytest.raises((ValueError, AssertionError)):
+        TransformerConfig(**{**ALONE, "num_attention_heads": 3, "tensor_model_parallel_size": 2})
+
+
+REFUSED = {
+    "num_moe_experts": None,
+    "moe_token_dispatcher_type": "allgather",
+    "pipeline_model_parallel_size": 2,
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "moe_shared_expert_overlap": True,
+    "mtp_num_layers": 2,
+    "fp8": "hybrid",
+    "fp4": "e2m1",
+    "delay_wgrad_compute": True,
+    "overlap_dispatch_backward_with_experts_wgrad": True,
+    "cuda_graph_impl": "local",
+    "cpu_offloading": True,
+    "fine_grained_activation_offloading": True,
+    "moe_paged_stash": True,
+    "hybrid_context_parallel": True,
+    "mlp_chunks_for_training": 2,
+    "transformer_impl": "inference_optimized",
+}
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_every_refusal_names_the_flag_its_value_and_the_fix(flag):
+    config = TransformerConfig(**ALONE)
+    setattr(config, flag, REFUSED[flag])
+    with pytest.raises(ConfigError, match=flag) as caught:
+        combined_1f1b.enable(config)
+    message = str(caught.value)
+    assert repr(REFUSED[flag]) in message
+    assert ";" in message, "the fix comes last"
+    assert not config.overlap_moe_expert_parallel_comm
+
+
+def test_recomputing_the_whole_moe_layer_is_refused():
+    config = TransformerConfig(**ALONE)
+    config.recompute_granularity, config.recompute_modules = "selective", ["moe"]
+    with pytest.raises(ConfigError, match="recompute_modules"):
+        combined_1f1b.enable(config)
+
+
+def test_the_list_of_refusals_is_tested_whole():
+    from combined_1f1b.config import REFUSED_FLAGS
+
+    assert set(REFUSED_FLAGS) == {*REFUSED, "recompute_modules"}
+
+
+def test_settings_that_need_the_flag_are_refused_without_it():
+    with combined_1f1b.install():
+        for flag in ("delay_wgrad_compute", "ep_overlap_early_attn_memory_release"):
+            with pytest.raises(ConfigError, match=flag):
+                TransformerConfig(**ALONE, **{flag: True})
+
+
+def test_enable_sets_the_flag():
+    config = TransformerConfig(**ALONE)
+    combined_1f1b.enable(config)
+    assert config.overlap_moe_expert_parallel_comm
+
+
+def test_a_flag_set_by_assignment_is_checked_at_the_first_call(device):
+    with parallel(), combined_1f1b.install():
+        model = build(expert_model_parallel_size=1)
+        set_flag(model, True)
+        config_of(model).cuda_graph_impl = "local"
+        with pytest.raises(ConfigError, match="cuda_graph_impl"):
+            run(model)
+
+
+def test_pairing_of_head_and_tail_is_refused_for_now():
+    with pytest.raises(ConfigError, match="pair_head_and_tail"):
+        combined_1f1b.OverlapOptions(pair_head_and_tail=True)
+
+
+class OwnModel(torch.nn.Module):
+    """A user's model that is no GPTModel."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.model_type = ModelType.encoder_or_decoder
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def set_input_tensor(self, tensor):
+        pass
+
+
+@pytest.mark.parametrize(
+    "kind", ["own model", "no experts", "forward hook", "backward hook", "layer class", "layer forward"]
+)
+def test_models_that_cannot_be_cut_are_refused_before_any_work(device, kind):
+    with parallel(), combined_1f1b.install():
+        changes = {"num_layers": 1, "moe_layer_freq": [0]} if kind == "no experts" else {}
+        model = build(expert_model_parallel_size=1, **changes)
+        layer = model.module.decoder.layers[0]
+        if kind == "own model":
+            model = OwnModel(config_of(model))
+        elif kind == "forward hook":
+            layer.register_forward_hook(lambda *_: None)
+        elif kind == "backward hook":
+            layer.mlp.register_full_backward_hook(lambda *_: None)
+        elif kind == "layer class":
+            model.module.decoder.layers[0] = torch.nn.Identity()
+        elif kind == "layer forward":
+            layer.__class__ = type("OwnLayer", (type(layer),), {"forward": lambda self, *args, **kwargs: None})
+        set_flag(model, True)
+        asked = []
+        with pytest.raises(UnsupportedModelError, match="overlap_moe_expert_parallel_comm=False"):
+            run(model, step=lambda data, model: asked.append(1))
+        assert not asked
+
+
+def test_a_name_of_megatron_that_has_gone_is_named(monkeypatch):
+    monkeypatch.delattr(schedules, NAME)
+    with pytest.raises(ImportError, match=NAME):
+        combined_1f1b.install()
+
+
+def test_the_public_names_are_sorted_and_importable():
+    assert list(combined_1f1b.__all__) == sorted(combined_1f1b.__all__)
+    for name in combined_1f1b.__all__:
+        assert getattr(combined_1f1b, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        combined_1f1b.no_such_name  # noqa: B018  the lookup is the test
