@@ -80,8 +80,8 @@ def shard_model(
         driver = None
         if not register_hooks:
             driven = tuple(Unit(unit.name, unit.module, meshes.factor(unit, config)) for unit in units)
-            # Tied weights are read by the output layer while the embedding module is not running.
-            used_outside = ("embedding",) if root.share_embeddings_and_output_weights else ()
+            # A tied weight is read while the module that owns it is not running.
+            used_outside = ("embedding", "output_layer") if root.share_embeddings_and_output_weights else ()
             driver = ScheduleDriver(driven, context, used_outside=used_outside)
         wrappers.append(
             ShardedDataParallel(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from sharding_testing import PlainReference, adamw, batches, build, differing, drive, parallel, sgd, shard
@@ -20,19 +22,21 @@ CASES = {
 }
 
 
+# With four ranks a case takes ten times as long as with one on a small machine: the cases that differ most are enough.
+AT_FOUR = [("bf16", 2), ("multi-token prediction", 4), ("per-token loss", 2), ("tied embeddings", 4)]
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+LAYOUTS = [(name, size) for name in CASES for size in (1, 2) if size <= RANKS] if RANKS < 4 else AT_FOUR
+
+
 @pytest.mark.world_size(1, 2, 4)
-@pytest.mark.parametrize("expert_ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "expert_ranks"), LAYOUTS)
 def test_training_equals_plain_training_bitwise(device, name, expert_ranks):
-    ranks = torch.distributed.get_world_size()
-    if expert_ranks > ranks:
-        pytest.skip(f"{expert_ranks} expert-parallel ranks need as many ranks, this run has {ranks}")
     make_optimizer = adamw if "fp" in name else sgd
     with parallel(expert_model_parallel_size=expert_ranks):
         plain_model, model = build(**CASES[name]), build(**CASES[name])
         wrapped = shard(model)
         optimizer = prepare_optimizer(make_optimizer(wrapped.parameters()), wrapped)
-        plain = PlainReference(plain_model, make_optimizer, like=wrapped if ranks > 2 else None)
+        plain = PlainReference(plain_model, make_optimizer, like=wrapped if RANKS > 2 else None)
         assert differing(wrapped.full_parameters(), {n: t.detach() for n, t in plain.main.items()}) == set()
         for step in range(3):
             optimizer.zero_grad()

@@ -99,3 +99,33 @@ def test_the_reduction_stream_is_forked_once_per_backward(device, monkeypatch):
         assert len([wait for wait in waits if wait[0] is reduction]) == 1 + reductions
         # Each reduction makes the packing stream wait once, and the end of the backward joins once.
         assert len([wait for wait in waits if wait[1] is reduction]) == 1 + reductions
+
+
+@pytest.mark.world_size(4)
+def test_hooks_equal_plain_training_over_their_own_buffers_with_two_expert_replicas(device):
+    with parallel(expert_model_parallel_size=2):
+        wrapped = shard(build(dtype="bf16"), register_hooks=True)
+        plain = PlainReference(build(dtype="bf16"), adamw, like=wrapped)
+        data = batches(2)
+        assert torch.equal(torch.stack(hooked(wrapped, data)), torch.stack(plain.iterate(data)))
+        assert differing(wrapped.full_gradients(), plain.gradients()) == set()
+
+
+@pytest.mark.world_size(1, 2)
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_a_failed_iteration_can_be_run_again(device, moment):
+    with parallel():
+        wrapped, plain, data = shard(build(), register_hooks=True), PlainReference(build(), sgd), batches(2)
+
+        def fail(*unused: object) -> None:
+            raise RuntimeError("as asked")
+
+        layer = wrapped.module.decoder.layers[1].mlp
+        handle = layer.register_forward_hook(fail) if moment == "forward" else layer.register_full_backward_hook(fail)
+        with pytest.raises(RuntimeError, match="as asked"):
+            hooked(wrapped, data)
+        handle.remove()
+        wrapped.zero_grad_buffer()
+        assert torch.equal(torch.stack(hooked(wrapped, data)), torch.stack(plain.iterate(data)))
+        assert differing(wrapped.full_gradients(), plain.gradients()) == set()
+        assert wrapped.gathered_units() == ()
