@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.utils import make_viewless_tensor
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -59,8 +60,8 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         )
         self._driver = driver
         self._dense_size = dense_size
-        # A tuple of modules would register nothing; a list of groups keeps them reachable without a second path.
-        self._groups: tuple[tuple[str, Any], ...] = tuple(
+        # Each group with the prefix that makes its parameters' names those of the innermost model.
+        self.named_groups: tuple[tuple[str, Any], ...] = tuple(
             (f"{unit.name}." if unit.name else "", group) for unit in units for group in unit.parameter_groups
         )
 
@@ -82,11 +83,11 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
     @property
     def groups(self) -> tuple[Any, ...]:
         """MFSDP's parameter groups of the chunk."""
-        return tuple(group for _, group in self._groups)
+        return tuple(group for _, group in self.named_groups)
 
     def named_sharded_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each sharded parameter with its name in the innermost model, whether its unit is free or not."""
-        for prefix, group in self._groups:
+        for prefix, group in self.named_groups:
             for name, parameter in zip(group.parameter_names, group.sharded_parameters, strict=True):
                 yield prefix + name, parameter
 
@@ -94,7 +95,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         """The units whose full parameters exist now; none does between iterations."""
         if self._driver is not None:
             return self._driver.gathered_units
-        return tuple(prefix.rstrip(".") or "root" for prefix, group in self._groups if mfsdp_v2.is_gathered(group))
+        return tuple(prefix.rstrip(".") or "root" for prefix, group in self.named_groups if mfsdp_v2.is_gathered(group))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the chunk with full parameters.
@@ -108,7 +109,11 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
                 raise ConfigError.of(
                     _FLAG, True, "the model was sharded for MFSDP's own hooks", "shard it with register_hooks=False"
                 )
-            return self.module(*inputs, **kwargs)
+            output = self.module(*inputs, **kwargs)
+            if isinstance(output, torch.Tensor) and output._base is not None:
+                # A backward hook makes the output a view, and a pipeline schedule refuses to release views.
+                output = make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
+            return output
         if self._driver.is_recording:
             return self.module(*inputs, **kwargs)
         if torch.is_grad_enabled() and self.training:
@@ -190,7 +195,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
             Full tensors in the main weights' dtype, by their names in the innermost model.
         """
         full: dict[str, torch.Tensor] = {}
-        for prefix, group in self._groups:
+        for prefix, group in self.named_groups:
             for name, tensor in zip(group.parameter_names, mfsdp_v2.full_weights(group), strict=True):
                 full[prefix + name] = tensor
         return full
@@ -202,7 +207,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
             Full tensors in the main gradients' dtype, by name; parameters without a gradient are left out.
         """
         full: dict[str, torch.Tensor] = {}
-        for prefix, group in self._groups:
+        for prefix, group in self.named_groups:
             tensors = mfsdp_v2.full_gradients(group)
             if tensors is None:
                 continue
@@ -256,5 +261,5 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
             # The module then copies the parameter onto itself, so that torch checks keys and loads buffers.
             own_values[name] = parameter.detach()
         self.module.load_state_dict(own_values, strict=strict)
-        for prefix, group in self._groups:
+        for prefix, group in self.named_groups:
             mfsdp_v2.load_weights(group, [state_dict.get(prefix + name) for name in group.parameter_names])

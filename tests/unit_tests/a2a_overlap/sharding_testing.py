@@ -44,7 +44,15 @@ def seed(value: int) -> None:
     model_parallel_cuda_manual_seed(value, force_reset_rng=True)
 
 
-def build(*, dtype: str = "fp32", tied: bool = False, vocabulary: int = VOCABULARY, **changes: Any) -> torch.nn.Module:
+def build(
+    *,
+    dtype: str = "fp32",
+    tied: bool = False,
+    vocabulary: int = VOCABULARY,
+    pre: bool = True,
+    post: bool = True,
+    **changes: Any,
+) -> torch.nn.Module:
     """A GPTModel of hidden 12, 4 experts, 3 layers (the middle one dense), in a Float16Module when half precision."""
     settings = {
         "num_layers": 3,
@@ -75,6 +83,8 @@ def build(*, dtype: str = "fp32", tied: bool = False, vocabulary: int = VOCABULA
         transformer_layer_spec=spec,
         vocab_size=vocabulary,
         max_sequence_length=SEQUENCE,
+        pre_process=pre,
+        post_process=post,
         position_embedding_type="rope",
         mtp_block_spec=mtp,
         share_embeddings_and_output_weights=tied,
@@ -201,7 +211,7 @@ class PlainReference:
 
     def _packed(self, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         reduced = {}
-        for prefix, group in self.like._groups:
+        for prefix, group in self.like.named_groups:
             names = [prefix + name for name in group.parameter_names]
             if not group.requires_grad:
                 continue

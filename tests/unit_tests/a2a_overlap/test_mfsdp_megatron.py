@@ -106,3 +106,35 @@ def test_megatron_s_default_schedule_trains_hooks_and_evaluates_both(device, reg
             halves = {name: gradient / 2 for name, gradient in by_hand.full_gradients().items()}
             assert differing(wrapped.full_gradients(), halves) == set()
             assert wrapped.gathered_units() == ()
+
+
+@pytest.mark.world_size(2)
+def test_hooks_run_under_a_pipeline_that_releases_its_outputs(device):
+    def forward_step(iterator, model):
+        batch = next(iterator)
+        positions = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
+        mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+        output = model(batch["tokens"], positions, mask, labels=batch["labels"])
+        return output, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
+
+    with parallel(pipeline_model_parallel_size=2):
+        ends = {"pre": parallel_state.is_pipeline_first_stage(), "post": parallel_state.is_pipeline_last_stage()}
+        stage = partial(build, num_layers=4, moe_layer_freq=[1, 0, 1, 0], pipeline_model_parallel_size=2, **ends)
+        plain = stage(deallocate_pipeline_outputs=True)
+        wrapped = shard(stage(deallocate_pipeline_outputs=True), register_hooks=True)
+        losses = []
+        for model in (plain, wrapped):
+            results = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(batches(4)),
+                model=[model],
+                num_microbatches=4,
+                seq_length=SEQUENCE,
+                micro_batch_size=BATCH,
+                forward_only=False,
+            )
+            losses.append([result["loss"] for result in results])
+        assert losses[0] == losses[1]
+        assert len(losses[0]) == 4 * ends["post"]
+        gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        assert differing(wrapped.full_gradients(), gradients) == set()

@@ -23,7 +23,7 @@ def test_compute_weights_follow_the_step(device, make_optimizer):
         full = wrapped.full_parameters()
         driver = wrapped.sharding_driver()
         with driver.gathered():
-            for prefix, group in wrapped._groups:
+            for prefix, group in wrapped.named_groups:
                 for name, parameter in zip(group.parameter_names, group.unsharded_parameters, strict=True):
                     assert parameter.dtype == torch.bfloat16
                     assert torch.equal(parameter, full[prefix + name].bfloat16()), name
