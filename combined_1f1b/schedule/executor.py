@@ -27,7 +27,7 @@ class Issue(NamedTuple):
         op: the op.
         waits: indices of the ops whose events its lane waits for.
         signals: whether another lane waits for it.
-        release: index of the op at which its held references are dropped; its own index if there is nothing to hold for.
+        release: index of the op at which its held references are dropped; its own index if there are none.
         is_last_reduction: whether it is its unit's last REDUCE.
     """
 

@@ -2,11 +2,11 @@
 
     embedding | L0: attention dispatch experts combine | ... | final_norm | M0: ... postprocess | output_layer
 
-Layers are cut by Megatron's own `build_layer_callables`, so that shared experts, multi-token prediction, flex dispatchers
-and recompute stay in step with Megatron. What those callables leave out against the plain forward is added here
-(padding mask for the router, fp32 residual, the random-state fork of sequence parallelism) or refused in `config.py`.
-No layer is told that it is the last one: the decoder's final norm is a node of its own, on the compute lane, and a dense
-last layer keeps it.
+Layers are cut by Megatron's own `build_layer_callables`, so that shared experts, multi-token prediction, flex
+dispatchers and recompute stay in step with Megatron. What those callables leave out against the plain forward is added
+here (padding mask for the router, fp32 residual, the random-state fork of sequence parallelism) or refused in
+`config.py`. No decoder layer is told that it is the last one: the final norm is a node of its own, on the compute lane,
+and a dense last layer keeps it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class MicroBatch:
         self._templates = chunk.templates
 
     def node(self, key: NodeKey) -> Node:
-        """The node of this (stage, part), made on first use, with the layer's modules holding this micro-batch's state."""
+        """The node of this (stage, part), made on first use; the layer's modules now hold this micro-batch's state."""
         template = self._templates[key]
         if template.layer_state is not None:
             template.layer_state.activate(self.index)
@@ -184,7 +184,7 @@ class ModelChunk:
         state.decoder_input = hidden
         return hidden
 
-    def _final_norm(self, node: Node, hidden: torch.Tensor) -> torch.Tensor:
+    def _final_norm(self, _node: Node, hidden: torch.Tensor) -> torch.Tensor:
         output = self.model.decoder.final_layernorm(hidden)
         return make_viewless_tensor(inp=output, requires_grad=output.requires_grad, keep_graph=True)
 

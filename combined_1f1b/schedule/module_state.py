@@ -1,8 +1,9 @@
 """What Megatron's modules remember from one node of a layer to the next, swapped in and out per micro-batch.
 
-A layer's token dispatcher keeps splits and permutation maps between dispatch preprocess, dispatch, combine and unpermute.
-With the nodes of two micro-batches interleaved, a second forward of the layer would overwrite them. Each micro-batch
-therefore has its own values of the names below, and a layer's modules hold those of the micro-batch that ran last.
+A layer's token dispatcher keeps splits and permutation maps between dispatch preprocess, dispatch, combine and
+unpermute. With the nodes of two micro-batches interleaved, a second forward of the layer would overwrite them. Each
+micro-batch therefore has its own values of the names below, and a layer's modules hold those of the micro-batch that
+ran last.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ _LAYER = ("pre_mlp_norm_checkpoint", "mlp_norm_manager")
 _ALLTOALL_DISPATCHER = (
     "capacity",
     "cuda_sync_point",
+    "d2h_event",
     "hidden_shape",
     "hidden_shape_before_permute",
     "input_splits",

@@ -2,7 +2,7 @@
 
     F0 | (F1,B0) (F2,B1) ... (F{n-1},B{n-2}) | B{n-1}        n micro-batches, n-1 pairs
 
-Megatron's `forward_backward_no_pipelining` keeps what is around the schedule: timers, finalizing gradients, the data store.
+Megatron's `forward_backward_no_pipelining` keeps what is around the schedule: timers, finalizing gradients, reports.
 """
 
 from __future__ import annotations

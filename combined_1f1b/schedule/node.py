@@ -3,13 +3,13 @@
     forward:   tensors from the node before --(entry)--> function --> tensors for the node after
     backward:  gradients from the node after --> engine --> (entry) gradients for the node before
 
-An entry cuts the graph: it is an identity whose backward keeps the gradient instead of passing it on. The graph holds no
-reference to the tensor that entered, and a node holds its outputs as gradient edges, so an activation lives exactly as
-long as some operation saved it. Nothing is freed by resizing a storage, which an output may alias.
+An entry cuts the graph: it is an identity whose backward keeps the gradient instead of passing it on. The graph holds
+no reference to the tensor that entered, and a node holds its outputs as gradient edges, so an activation lives exactly
+as long as some operation saved it. Nothing is freed by resizing a storage, which an output may alias.
 
 Memory of one stream that a second stream still reads is safe as long as it is referenced (the caching allocator reuses
-a block at once on the stream that allocated it). `Node.backward` therefore returns what has to be held, and the executor
-drops it at the point where the plan says the allocating lane has waited for the reader.
+a block at once on the stream that allocated it). `Node.backward` therefore returns what has to be held, and the
+executor drops it at the point where the plan says the allocating lane has waited for the reader.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class _Entry(torch.autograd.Function):
     """Identity at the start of a segment; its backward stops there and leaves the gradient in a slot."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor, slot: _GradientSlot) -> torch.Tensor:
-        """Return an alias of `tensor`; `anchor` requires a gradient so that the alias does too."""
+    def forward(ctx: Any, tensor: torch.Tensor, _anchor: torch.Tensor, slot: _GradientSlot) -> torch.Tensor:
+        """Return an alias of `tensor`; the anchor requires a gradient, so the alias does too."""
         ctx.slot = slot
         return tensor.detach()
 
@@ -57,7 +57,7 @@ class BackwardResult(NamedTuple):
 
 
 def no_record_stream(_stream: Any) -> None:
-    """Stand-in for Tensor.record_stream: the executor holds the tensor instead, which keeps captured memory from growing."""
+    """Stand-in for Tensor.record_stream, which makes captured memory grow: the executor holds the tensor instead."""
 
 
 class Node:

@@ -42,8 +42,8 @@ class _Placeholder(torch.Tensor):
             args[0].to_float32 = True
             return args[0]
         raise ConfigError(
-            f"forward_step changes the model's output ({getattr(func, '__name__', func)}): the schedule runs the model after "
-            "forward_step has returned; return the output as it is and move what follows into loss_func"
+            f"forward_step changes the model's output ({getattr(func, '__name__', func)}): the schedule runs the model "
+            "after forward_step has returned; return the output as it is and move what follows into loss_func"
         )
 
 
@@ -96,8 +96,8 @@ def record_forward_step(
         )
     if output is not calls.placeholder:
         raise ConfigError(
-            f"forward_step returns {type(output).__name__} instead of the model's output: return the output as it is and "
-            "move what follows into loss_func"
+            f"forward_step returns {type(output).__name__} instead of the model's output: return the output as it is "
+            "and move what follows into loss_func"
         )
     return RecordedCall(
         arguments=calls.arguments[0],

@@ -1,13 +1,13 @@
-"""Weights that several nodes of a micro-batch use: their contributions are added to each other before they accumulate.
+"""Weights that several nodes of a micro-batch use: their contributions are added up before they accumulate.
 
-Autograd over a whole micro-batch adds the gradients that a weight gets in several places first, and accumulates the sum.
-Segment by segment, each contribution would accumulate by itself: another order of rounding, and a data-parallel hook that
-fires several times. So the later users of a weight see an alias of it. The alias's gradient is held, and joins the first
-user's gradient (the embedding's, the last in backward order) just before that one accumulates:
+Autograd over a whole micro-batch first adds the gradients that a weight gets in several places, and accumulates the
+sum. Segment by segment, each contribution would accumulate by itself: another order of rounding, and a data-parallel
+hook that fires several times. So the later users of a weight see an alias of it. The alias's gradient is held, and
+joins the first user's gradient (the embedding's, the last in backward order) just before that one accumulates:
 
     ((output layer) + multi-token prediction's embedding) + embedding  ->  accumulated once, hooks fire once
 
-Under MFSDP nothing of this is needed: a unit's `.grad` starts empty at each micro-batch and the same sum builds up there.
+Under MFSDP nothing of this is needed: a unit's `.grad` starts empty at each micro-batch, and builds up the same sum.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SharedWeights:
         return leaf
 
     def _take(self) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Add up what arrived, per weight, in the order of arrival: the node that ran last in forward order comes first."""
+        """Add up what arrived, per weight, in the order of arrival: the last node of the forward comes first."""
         held: dict[torch.nn.Parameter, torch.Tensor] = {}
         for weight, leaf in reversed(self._aliases):
             if leaf.grad is None or getattr(leaf, "grad_added_to_main_grad", False):

@@ -1,8 +1,8 @@
 """The forward and backward of micro-batches, op by op: the handlers that every driver gives to the executor.
 
-F{m}.embedding   record the user's forward_step, then run the first node      B{m}.loss       grad_scale_func, engine
-F{m}.<node>      run a node on what the node before left                      B{m}.<node>     run its backward
-F{m}.loss        the user's loss_func through Megatron's own scaling          B{m}.embedding  the micro-batch is over
+F{m}.embedding   record the user's forward_step, then run the first node   B{m}.loss       grad_scale_func, engine
+F{m}.<node>      run a node on what the node before left                   B{m}.<node>     run its backward
+F{m}.loss        the user's loss_func through Megatron's own scaling       B{m}.embedding  the micro-batch is over
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Step:
         self._chunk.reset_module_state()
 
     def _needs_shared_weights(self) -> bool:
-        """Whether a weight is used by several nodes and its contributions have to be held together (`shared_weights.py`).
+        """Whether several nodes use a weight, so that its contributions have to be held together (`shared_weights.py`).
 
         With a sharded model `.grad` is empty when a micro-batch's backward starts, and they add up there.
         """
@@ -198,7 +198,8 @@ class Step:
         loss, microbatch.loss = microbatch.loss, None
         if self._config.timers is not None:
             self._config.timers("backward-compute", log_level=2).start()
-        assert loss is not None and microbatch.loss_node is not None
+        assert loss is not None
+        assert microbatch.loss_node is not None
         if self._config.grad_scale_func is not None:
             loss = self._config.grad_scale_func(loss)
         if loss.requires_grad:

@@ -1,4 +1,4 @@
-"""The streams behind a plan's lanes, forked from the caller's stream at the start of an iteration and joined at its end.
+"""The streams behind a plan's lanes, forked from the caller's stream when an iteration starts, joined at its end.
 
 compute   the caller's current stream: the step runs where the caller works, captured or not
 comm      Megatron's own communication stream, on which its modules also put work
@@ -32,7 +32,7 @@ class Lanes:
             self.streams[Lane.GATHER] = gather
 
     def fork(self) -> None:
-        """Let the side lanes start after what the caller has issued, so that they see its weights and enter its capture."""
+        """Let the side lanes start after what the caller has issued: they see its weights and enter its capture."""
         for stream in self.streams.values():
             if stream is not self.compute:
                 stream.wait_stream(self.compute)

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 import combined_1f1b
 
 EXPERT_SIZE = min(2, int(os.environ.get("WORLD_SIZE", "1")))
-"""Expert-parallel size of the parity tests: 2, and the data-parallel size 4 on four ranks; 1 where there is one rank."""
+"""Expert-parallel size of the parity tests: 2 (four ranks make two expert groups), or 1 where there is one rank."""
 
 FP16 = {"bf16": False, "fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
 FP32 = {"bf16": False, "params_dtype": torch.float32, "pipeline_dtype": torch.float32}

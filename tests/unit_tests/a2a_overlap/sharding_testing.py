@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from host_models import parallel as parallel  # for the tests that use this file
+from host_models import seed
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -26,22 +27,6 @@ TYPES = {
     "bf16": {"bf16": True, "fp16": False, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16},
     "fp16": {"bf16": False, "fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16},
 }
-
-
-@contextlib.contextmanager
-def parallel(**sizes: int) -> Iterator[None]:
-    """Megatron's parallel groups and random state for a block."""
-    parallel_state.initialize_model_parallel(**sizes)
-    try:
-        seed(7)
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
-def seed(value: int) -> None:
-    torch.manual_seed(value)
-    model_parallel_cuda_manual_seed(value, force_reset_rng=True)
 
 
 def build(

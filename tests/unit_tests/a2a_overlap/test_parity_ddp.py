@@ -1,4 +1,4 @@
-"""Parity under Megatron's DistributedDataParallel, which hooks every parameter's gradient and counts on one call each."""
+"""Parity under Megatron's DistributedDataParallel, which counts on one gradient per parameter and micro-batch."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_forced_all_reduce_gives_every_rank_the_whole_gradient():
 
 @pytest.mark.world_size(2)
 def test_a_second_firing_of_the_hooks_would_be_seen(monkeypatch):
-    """Mutation: without holding the tied weight's contributions together, its hook fires more than once a micro-batch."""
+    """Mutation: without holding the tied weight's contributions together, its hook fires several times."""
     monkeypatch.setattr("combined_1f1b.schedule.step.Step._needs_shared_weights", lambda self: False)
     settings = CASES["overlapped reduction"]
     tied = MODELS["tied, multi-token prediction"]
