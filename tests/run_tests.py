@@ -11,12 +11,12 @@ import argparse
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,17 +35,68 @@ def marker_expression() -> str:
     return " and ".join(missing)
 
 
-def run_ranks(*, ranks: int, folder: Path, expression: str, limit: float, pytest_arguments: list[str]) -> str:
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The suite at one number of ranks.
+
+    fault: what went wrong with the run as a whole, "" when nothing did.
+    reports: the outcome lines of each rank, by rank.
+    """
+
+    ranks: int
+    fault: str
+    reports: dict[int, list[dict[str, str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """All runs judged as one: names of tests, and faults that no test stands for."""
+
+    passed: list[str]
+    failed: list[str]
+    never_ran: list[str]
+    deselected: list[str]
+    broken: list[str]
+
+    @property
+    def is_good(self) -> bool:
+        return not (self.failed or self.never_ran or self.broken)
+
+
+def judge(runs: list[Run]) -> Verdict:
+    """A test passes when it passed somewhere and failed nowhere; one that only ever skipped never ran."""
+    outcomes: dict[str, set[str]] = defaultdict(set)
+    broken: list[str] = []
+    for run in runs:
+        entries = [entry for report in run.reports.values() for entry in report]
+        for entry in entries:
+            outcomes[entry["test"]].add(entry["outcome"])
+        if any(entry["outcome"] == "failed" for entry in entries):
+            continue
+        if run.fault:
+            broken.append(f"the run with {run.ranks} ranks {run.fault}, and no test says why")
+        elif len(run.reports) < run.ranks:
+            broken.append(f"only {len(run.reports)} of {run.ranks} ranks reported")
+    ran = {test: seen - {"deselected"} for test, seen in outcomes.items() if seen != {"deselected"}}
+    if not ran and not broken:
+        broken.append("no test ran")
+    return Verdict(
+        passed=[test for test, seen in ran.items() if "passed" in seen and "failed" not in seen],
+        failed=sorted(test for test, seen in ran.items() if "failed" in seen),
+        never_ran=sorted(test for test, seen in ran.items() if seen == {"skipped"}),
+        deselected=sorted(outcomes.keys() - ran.keys()),
+        broken=broken,
+    )
+
+
+def run_ranks(*, ranks: int, folder: Path, expression: str, options: argparse.Namespace) -> Run:
     """Run the suite with one number of ranks.
 
     Args:
         ranks: processes to start.
         folder: where each rank writes its report.
         expression: pytest marker expression, may be empty.
-        limit: seconds after which all ranks are killed.
-        pytest_arguments: what the user added.
-    Returns:
-        What went wrong with the run as a whole, "" when nothing did.
+        options: the command line: suite, limit in seconds after which all ranks are ended, pytest_arguments.
     """
     # Ranks are in lockstep: after one failure the others wait in a collective, so the first failure ends the run and
     # torchrun ends the other ranks. A single rank has nothing to wait for and shows all its failures.
@@ -53,94 +104,79 @@ def run_ranks(*, ranks: int, folder: Path, expression: str, limit: float, pytest
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
         *("--max-restarts", "0", "--local-ranks-filter", "0"),
-        *("--log-dir", str(folder / "logs"), "-m", "pytest", SUITE, "-q", "-p", "rank_report"),
+        *("--log-dir", str(folder / "logs"), "-m", "pytest", options.suite, "-q", "-p", "rank_report"),
         *stop_early,
         *(["-m", expression] if expression else []),
-        *pytest_arguments,
+        *options.pytest_arguments,
     ]
     environment = os.environ | {
         "RANK_REPORT": str(folder),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")])),
     }
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
     try:
-        code = process.wait(timeout=limit)
+        code = process.wait(timeout=options.limit)
+        fault = "" if code == 0 else f"ended with exit code {code}"
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        fault = f"did not end within {options.limit:.0f} s"
+    finally:
+        end(process)
+    return Run(ranks, fault, read_reports(folder))
+
+
+def end(process: subprocess.Popen) -> None:
+    """End torchrun, which ends its ranks when it is asked to; they are in sessions of their own."""
+    process.terminate()
+    try:
+        process.wait(timeout=40)
+    except subprocess.TimeoutExpired:
+        process.kill()
         process.wait()
-        return f"did not end within {limit:.0f} s"
-    except KeyboardInterrupt:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return "" if code == 0 else f"ended with exit code {code}"
 
 
 def read_reports(folder: Path) -> dict[int, list[dict[str, str]]]:
-    """The outcome lines of each rank."""
     return {
         int(path.stem.removeprefix("rank")): [json.loads(line) for line in path.read_text().splitlines()]
         for path in sorted(folder.glob("rank*.jsonl"))
     }
 
 
+def show_failures_of_other_ranks(run: Run) -> None:
+    """Rank 0 has shown its own failures."""
+    for rank, entries in run.reports.items():
+        for entry in entries:
+            if rank != 0 and entry["outcome"] == "failed":
+                print(f"-- rank {rank} of {run.ranks}: {entry['test']}\n{entry['text']}", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks to run with")
+    parser.add_argument("--suite", default=SUITE, help="folder or file of tests")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for one number of ranks")
     parser.add_argument("pytest_arguments", nargs="*", help="after `--`: more arguments for pytest, such as -k NAME")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
 
     expression = marker_expression()
-    outcomes: dict[str, set[str]] = defaultdict(set)
-    deselected: set[str] = set()
-    broken: list[str] = []
-    for ranks in arguments.ranks:
-        print(f"== {ranks} rank{'s' if ranks > 1 else ''} ==", flush=True)
+    runs = []
+    for ranks in options.ranks:
         start = time.monotonic()
+        print(f"== ranks: {ranks} ==", flush=True)
         with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            fault = run_ranks(
-                ranks=ranks,
-                folder=folder,
-                expression=expression,
-                limit=arguments.limit,
-                pytest_arguments=arguments.pytest_arguments,
-            )
-            reports = read_reports(folder)
-        print(f"== {ranks} rank{'s' if ranks > 1 else ''}: {time.monotonic() - start:.0f} s ==", flush=True)
-        failures = 0
-        for rank, entries in reports.items():
-            for entry in entries:
-                if entry["outcome"] == "deselected":
-                    deselected.add(entry["test"])
-                    continue
-                outcomes[entry["test"]].add(entry["outcome"])
-                if entry["outcome"] == "failed":
-                    failures += 1
-                    if rank != 0:  # rank 0 has shown its own
-                        print(f"-- rank {rank} of {ranks}: {entry['test']}\n{entry['text']}", flush=True)
-        if fault and not failures:
-            broken.append(f"the run with {ranks} ranks {fault}, and no test says why")
-        elif len(reports) < ranks and not failures:
-            broken.append(f"only {len(reports)} of {ranks} ranks reported")
+            runs.append(run_ranks(ranks=ranks, folder=Path(name), expression=expression, options=options))
+        show_failures_of_other_ranks(runs[-1])
+        print(f"== ranks: {ranks}, {time.monotonic() - start:.0f} s ==", flush=True)
 
-    failed = sorted(test for test, seen in outcomes.items() if "failed" in seen)
-    passed = [test for test, seen in outcomes.items() if "passed" in seen and "failed" not in seen]
-    never_ran = sorted(test for test, seen in outcomes.items() if seen == {"skipped"})
-
-    for test in failed:
-        print(f"failed: {test}")
-    for test in never_ran:
-        print(f"never ran: {test} was skipped with every number of ranks")
-    for fault in broken:
-        print(f"broken: {fault}")
-    if not outcomes:
-        broken.append("no test ran")
-        print("broken: no test ran")
-    print(f"{len(deselected)} deselected (they need {expression.replace('not ', '') or 'nothing'})")
-    print(f"{len(passed)} passed, {len(failed) + len(broken)} failed, {len(never_ran)} skipped")
-    return 1 if failed or never_ran or broken else 0
+    verdict = judge(runs)
+    for kind, names in (("failed", verdict.failed), ("never ran", verdict.never_ran), ("broken", verdict.broken)):
+        for name in names:
+            print(f"{kind}: {name}")
+    missing = expression.replace("not ", "").replace("and", "or")
+    print(f"{len(verdict.deselected)} deselected" + (f" (they need {missing})" if missing else ""))
+    failures = len(verdict.failed) + len(verdict.broken)
+    print(f"{len(verdict.passed)} passed, {failures} failed, {len(verdict.never_ran)} skipped")
+    return 0 if verdict.is_good else 1
 
 
 if __name__ == "__main__":

@@ -179,14 +179,14 @@ def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         line = f" at line {where.line + 1}" if where else ""
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError.of("--config", str(path), f"not valid YAML{line} ({problem})", "correct the file") from error
+    if not OmegaConf.is_dict(base):
+        raise ConfigError.of("--config", str(path), "not a mapping of sections", "start it with `model:`")
     try:
         merged = OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
         container = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError) as error:
         problem = str(error).splitlines()[0]
         raise ConfigError(f"{path} with {list(overrides)}: {problem}; correct the file or the override") from error
-    if not isinstance(container, dict):
-        raise ConfigError.of("--config", str(path), "not a mapping of sections", "start it with `model:`")
     return {str(key): value for key, value in container.items()}
 
 

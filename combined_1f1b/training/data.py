@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # Installed packages and the standard library's own tests are left out of the default corpus: it should be the same text
 # in every virtual environment of one Python version.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# The first bytes of every .idx file that Megatron writes.
+_INDEX_MAGIC = b"MMIDIDX\x00\x00"
 
 
 class Sequences(Protocol):
@@ -157,12 +159,12 @@ def load_sequences(config: DataConfig, *, vocab_size: int) -> Sequences:
             if not Path(prefix + suffix).is_file():
                 fix = "name the path of the pair without .bin and .idx"
                 raise ConfigError.of("data.megatron_dataset", prefix, f"no file {prefix}{suffix}", fix)
-        try:
-            sequences = MegatronSequences(prefix, config.sequence_length)
-        except (AssertionError, ValueError, OSError) as error:
-            problem = " ".join(str(error).split()) or type(error).__name__
-            fix = "write the pair again with Megatron's preprocessing"
-            raise ConfigError.of("data.megatron_dataset", prefix, f"not a Megatron dataset ({problem})", fix) from error
+        # Looked at here, since a half-built IndexedDataset complains once more when it is dropped.
+        with Path(prefix + ".idx").open("rb") as stream:
+            if stream.read(len(_INDEX_MAGIC)) != _INDEX_MAGIC:
+                fix = "write the pair again with Megatron's preprocessing"
+                raise ConfigError.of("data.megatron_dataset", prefix, f"{prefix}.idx is no Megatron index", fix)
+        sequences = MegatronSequences(prefix, config.sequence_length)
         tokens = sequences.number_of_tokens
     else:
         if vocab_size < 256:

@@ -98,6 +98,8 @@ def is_first_rank() -> bool:
 def distributed(config: RunConfig) -> Iterator[torch.device]:
     """Process group and Megatron's parallel state for the length of a block; gloo on the host device, NCCL on CUDA.
 
+    A process group that is there already is used and left as it is.
+
     Yields:
         the device for tensors.
     Raises:
@@ -111,31 +113,44 @@ def distributed(config: RunConfig) -> Iterator[torch.device]:
     sizes = parallel_sizes(config, world_size())
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if backend == "nccl" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        backend = "gloo"  # NCCL refuses two ranks on one GPU
-    with host.activate() as device, tempfile.TemporaryDirectory() as folder:
+    with host.activate() as device, _process_group(config.distributed.timeout_seconds):
         if device.type == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        check_ranks_agree(config)
+        try:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=sizes.tensor,
+                pipeline_model_parallel_size=sizes.pipeline,
+                virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
+                expert_model_parallel_size=sizes.expert,
+                expert_tensor_parallel_size=sizes.expert_tensor,
+                distributed_timeout_minutes=max(1, config.distributed.timeout_seconds // 60),
+            )
+            yield device
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def _process_group(timeout_seconds: int) -> Iterator[None]:
+    """The default process group for the length of a block, unless there is one."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        yield
+        return
+    # NCCL refuses two ranks on one GPU.
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    backend = "nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
         address: dict[str, Any] = {}
         if "RANK" not in os.environ:
             address = {"init_method": f"file://{folder}/store", "rank": 0, "world_size": 1}
-        timeout = datetime.timedelta(seconds=config.distributed.timeout_seconds)
-        torch.distributed.init_process_group(backend, timeout=timeout, **address)
-        check_ranks_agree(config)
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=sizes.tensor,
-            pipeline_model_parallel_size=sizes.pipeline,
-            virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
-            expert_model_parallel_size=sizes.expert,
-            expert_tensor_parallel_size=sizes.expert_tensor,
-            distributed_timeout_minutes=max(1, config.distributed.timeout_seconds // 60),
-        )
-        yield device
+        torch.distributed.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_seconds), **address)
+        yield
         # Only after success: when this rank failed, the others may sit in a collective, and a barrier here would wait
         # for them. Ending the process is what lets them fail in time.
         torch.distributed.barrier()
-        parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
 
 

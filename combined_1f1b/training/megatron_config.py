@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from combined_1f1b.errors import ConfigError
@@ -49,6 +50,22 @@ def convert_field(key: str, value: Any, annotation: Any) -> tuple[bool, Any]:
     return False, None
 
 
+@contextlib.contextmanager
+def megatron_refusals() -> Iterator[None]:
+    """Turn what Megatron raises while it checks settings into one line for the user; its own words are kept.
+
+    Raises:
+        ConfigError: for an assertion, a wrong value or a missing optional package inside the block.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (AssertionError, ValueError, TypeError, ImportError) as error:
+        problem = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"model: Megatron refuses this combination: {problem}") from error
+
+
 def build_transformer_config(fields: Mapping[str, Any], **extra: Any) -> Any:
     """Build Megatron's config, with what a training run needs filled in where the user left it out.
 
@@ -75,10 +92,5 @@ def build_transformer_config(fields: Mapping[str, Any], **extra: Any) -> Any:
                 f"model.{name}", values[name], "only multi-latent attention has this field",
                 "set model.multi_latent_attention=true or remove it",
             )  # fmt: skip
-    try:
+    with megatron_refusals():
         return cls(**values)
-    except (AssertionError, ValueError, TypeError, ImportError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        problem = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"model: Megatron refuses this combination: {problem}") from error

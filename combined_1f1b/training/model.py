@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from combined_1f1b.errors import ConfigError
 from combined_1f1b.training.config import RunConfig
+from combined_1f1b.training.megatron_config import megatron_refusals
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +52,8 @@ def build_chunks(config: RunConfig, transformer_config: TransformerConfig, devic
         config: the whole run.
         transformer_config: Megatron's config built from it.
         device: where the parameters go.
+    Raises:
+        ConfigError: Megatron cannot build this model.
     """
     from megatron.core import tensor_parallel
 
@@ -58,7 +61,7 @@ def build_chunks(config: RunConfig, transformer_config: TransformerConfig, devic
     stages = transformer_config.virtual_pipeline_model_parallel_size
     # Norms are built in fp32 whatever params_dtype says; Megatron's Float16Module casts the whole model, and so do we.
     dtype = transformer_config.params_dtype
-    with _quiet_notices():
+    with _quiet_notices(), megatron_refusals():
         return [
             _build_chunk(config, transformer_config, stage).to(device=device, dtype=dtype)
             for stage in ([None] if stages is None else range(stages))
