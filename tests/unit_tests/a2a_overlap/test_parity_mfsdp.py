@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_models import build, config_of, differing, iteration
+from host_models import build, config_of, differing, iteration, parallel
 from parity_testing import EXPERT_SIZE, FP16, FP32
 
 import combined_1f1b
