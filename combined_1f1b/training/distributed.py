@@ -107,6 +107,7 @@ def distributed(config: RunConfig) -> Iterator[torch.device]:
     """
     import torch
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     import combined_1f1b.host as host
 
@@ -117,6 +118,8 @@ def distributed(config: RunConfig) -> Iterator[torch.device]:
         if device.type == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         check_ranks_agree(config)
+        # Megatron keeps the routers' losses in a global that has the first model's number of layers.
+        destroy_moe_metrics_tracker()
         try:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=sizes.tensor,
