@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -67,3 +69,15 @@ def shared_folder(folder: Path) -> Path:
     name = [str(folder)]
     torch.distributed.broadcast_object_list(name, src=0)
     return Path(name[0])
+
+
+@contextmanager
+def ending_process_groups() -> Iterator[None]:
+    """Destroy the groups that a block made: a command's process would end with them, here each keeps its threads."""
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    before = set(groups)
+    try:
+        yield
+    finally:
+        for group in set(groups) - before:
+            torch.distributed.destroy_process_group(group)

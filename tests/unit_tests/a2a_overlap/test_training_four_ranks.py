@@ -6,13 +6,19 @@ import re
 
 import pytest
 import torch
-from cli_testing import fails, shared_folder, write_config
+from cli_testing import ending_process_groups, fails, shared_folder, write_config
 
 from combined_1f1b.cli import main
 
-pytestmark = [pytest.mark.world_size(4), pytest.mark.usefixtures("device")]
+pytestmark = pytest.mark.world_size(4)
 
 FLAG_OFF = "model.overlap_moe_expert_parallel_comm=false"
+
+
+@pytest.fixture(autouse=True)
+def groups_end_with_the_test(device):
+    with ending_process_groups():
+        yield
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "mfsdp_v2"])

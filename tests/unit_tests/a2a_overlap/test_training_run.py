@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_testing import fails, shared_folder, write_config
+from cli_testing import ending_process_groups, fails, shared_folder, write_config
 from torch.distributed import checkpoint
 
 from combined_1f1b.cli import main
@@ -16,10 +16,16 @@ from combined_1f1b.training import snapshot
 from combined_1f1b.training.config import load_config
 from combined_1f1b.training.loop import Trainer
 
-pytestmark = [pytest.mark.world_size(2), pytest.mark.usefixtures("device")]
+pytestmark = pytest.mark.world_size(2)
 
 FLAG_OFF = "model.overlap_moe_expert_parallel_comm=false"
 SHARDED = "distributed.data_parallel=mfsdp_v2"
+
+
+@pytest.fixture(autouse=True)
+def groups_end_with_the_test(device):
+    with ending_process_groups():
+        yield
 
 
 @pytest.fixture
@@ -41,35 +47,33 @@ def is_first() -> bool:
 
 
 @pytest.mark.parametrize("sharding", [[], [SHARDED]], ids=["ddp", "mfsdp_v2"])
-@pytest.mark.parametrize("schedule", [[], [FLAG_OFF]], ids=["combined", "default"])
-def test_training_lowers_the_loss(capsys, config_file, shared, schedule, sharding):
-    words = ["training.train_iters=12", f"output={shared}", *schedule, *sharding]
-    assert main(["train", "--config", config_file, *words]) == 0
-    text = capsys.readouterr().out
+def test_both_schedules_lower_the_loss_alike(capsys, config_file, shared, sharding):
+    """What is printed is rounded, and the same text under both schedules; compare looks at every bit."""
+    printed = {}
+    for schedule in ("true", "false"):
+        words = ["training.train_iters=8", f"output={shared}", *sharding]
+        words.append(f"model.overlap_moe_expert_parallel_comm={schedule}")
+        assert main(["train", "--config", config_file, *words]) == 0
+        printed[schedule] = capsys.readouterr().out
     if not is_first():
-        assert text == ""
+        assert printed == {"true": "", "false": ""}
         return
-    losses = [float(loss) for loss in losses_of(text)]
-    assert len(losses) == 13  # twelve lines and the summary
-    assert losses[-2] < losses[0] - 0.2
-    assert "grad norm" in text
-    assert "tokens/s" in text
-    assert ("2 forward-backward pairs" in text) == (not schedule)
+    losses = losses_of(printed["true"])
+    assert losses == losses_of(printed["false"])
+    assert len(losses) == 9  # eight lines and the summary
+    assert float(losses[-2]) < float(losses[0]) - 0.1
+    assert "grad norm" in printed["true"]
+    assert "tokens/s" in printed["true"]
+    assert "2 forward-backward pairs" in printed["true"]
+    assert "pairs" not in printed["false"]
 
 
-def test_schedules_and_wrappers_train_alike(capsys, config_file, shared):
-    """With two ranks a sum has one order, so the printed losses are the same text for all four."""
-    texts = []
-    for words in ([], [FLAG_OFF], [SHARDED], [SHARDED, FLAG_OFF]):
-        assert main(["train", "--config", config_file, f"output={shared}", *words]) == 0
-        texts.append(losses_of(capsys.readouterr().out))
-    assert texts[0] == texts[1]
-    assert texts[2] == texts[3]
-
-
-@pytest.mark.parametrize("optimizer", ["optimizer.optimizer=adamw", "optimizer.optimizer=sgd"])
-@pytest.mark.parametrize("sharding", [[], [SHARDED]], ids=["ddp", "mfsdp_v2"])
-def test_a_resumed_run_goes_on_bit_for_bit(config_file, shared, monkeypatch, sharding, optimizer):
+@pytest.mark.parametrize(
+    "changes",
+    [["optimizer.optimizer=adamw", SHARDED], ["optimizer.optimizer=adamw"], ["optimizer.optimizer=sgd"]],
+    ids=["adamw, mfsdp_v2", "adamw", "sgd"],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(config_file, shared, monkeypatch, changes):
     finals = {}
     original = Trainer.step
 
@@ -79,7 +83,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(config_file, shared, monkeypatch, sha
         return report
 
     monkeypatch.setattr(Trainer, "step", step)
-    words = [optimizer, "model.attention_dropout=0.1", "training.save_interval=2", *sharding]
+    words = ["model.attention_dropout=0.1", "training.save_interval=2", *changes]
     assert main(["train", "--config", config_file, f"output={shared}/whole", *words]) == 0
     whole = dict(finals)
     finals.clear()
