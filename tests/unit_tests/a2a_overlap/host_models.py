@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -41,22 +41,27 @@ BASE = {
 }
 
 
+@cache
+def parallel_groups(sizes: tuple[tuple[str, int], ...]) -> dict[str, Any]:
+    """What Megatron's parallel_state holds with these sizes. Made once: each group keeps threads of gloo's for good."""
+    parallel_state.initialize_model_parallel(**dict(sizes))
+    return parallel_state_now()
+
+
+def parallel_state_now() -> dict[str, Any]:
+    return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
+
+
 @contextmanager
 def parallel(*, graphable_random_state: bool = False, **sizes: int) -> Iterator[None]:
-    """Megatron's parallel groups and random state tracker for a block.
-
-    Megatron only forgets its groups. They are destroyed here: each keeps threads of gloo's, thousands over a session.
-    """
-    groups = torch.distributed.distributed_c10d._world.pg_map
-    before = set(groups)
-    parallel_state.initialize_model_parallel(**sizes)
+    """Megatron's parallel groups and random state tracker for a block."""
+    outside = parallel_state_now()
     try:
+        vars(parallel_state).update(parallel_groups(tuple(sorted(sizes.items()))))
         seed(7, graphable=graphable_random_state)
         yield
     finally:
-        parallel_state.destroy_model_parallel()
-        for group in set(groups) - before:
-            torch.distributed.destroy_process_group(group)
+        vars(parallel_state).update(outside)
 
 
 def seed(value: int, *, graphable: bool = False) -> None:
