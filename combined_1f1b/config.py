@@ -16,23 +16,23 @@ class OverlapOptions:
     """What Megatron's config has no field for.
 
     Attributes:
-        pair_head_and_tail: interleave the first two forwards with each other and the last two backwards too, so that no
-            traffic stays exposed; costs one more micro-batch of activations. Not available yet.
-
-    Raises:
-        ConfigError: an option cannot work.
+        pair_head_and_tail: interleave the first two forwards with each other and the last two backwards too, so that
+            only two of an iteration's all-to-alls have no partner. Costs one more micro-batch of activations;
+            `simulate` shows both. Forwards that draw random numbers run one after the other; the tail is interleaved
+            anyway.
     """
 
     pair_head_and_tail: bool = False
 
-    def __post_init__(self) -> None:
-        if self.pair_head_and_tail:
-            raise ConfigError.of(
-                "pair_head_and_tail",
-                True,
-                "the executor does not run head and tail pairs yet",
-                "use pair_head_and_tail=False",
-            )
+
+def draws_random_numbers(config: Any) -> bool:
+    """Whether a forward of the model draws random numbers, so that two forwards must not interleave their draws."""
+    return bool(
+        config.hidden_dropout
+        or config.attention_dropout
+        or config.moe_input_jitter_eps
+        or config.moe_router_force_load_balancing
+    )
 
 
 class _Refusal(NamedTuple):

@@ -106,7 +106,7 @@ class Installation:
                 is_first_microbatch=lambda index: check_first_val_step(index == 0),
                 no_sync=no_sync_func,
             )
-            self.last_step, num_tokens = run_iteration(inputs, chunk=chunk)
+            self.last_step, num_tokens = run_iteration(inputs, chunk=chunk, options=self.options)
             for tokens in num_tokens:
                 total_num_tokens += tokens
             return forward_data_store, total_num_tokens

@@ -67,6 +67,21 @@ class ShardingDriver(Protocol):
         """
         ...
 
+    def swap_gradients(self, unit: str, gradients: Sequence[torch.Tensor | None] | None) -> list[torch.Tensor | None]:
+        """Exchange the unreduced gradients of a unit's full parameters.
+
+        Two interleaved backwards may reach a unit before the first one's reduction: the second one's gradients are kept
+        apart until then.
+
+        Args:
+            unit: a trainable unit.
+            gradients: what this method returned before, or None for no gradients.
+
+        Returns:
+            The gradients that were there, one for each trainable parameter.
+        """
+        ...
+
     def begin_backward(self) -> None:
         """Called on the compute stream once per micro-batch backward, before its first reduction."""
         ...
@@ -106,6 +121,10 @@ class NullSharding:
     def reduce(self, unit: str, *, is_last: bool) -> None:
         """Refuse: a plan for an unsharded model reduces nothing."""
         raise AssertionError(f"REDUCE.{unit} (is_last={is_last}): the model is not sharded")
+
+    def swap_gradients(self, unit: str, gradients: Sequence[torch.Tensor | None] | None) -> list[torch.Tensor | None]:
+        """Refuse: nothing is reduced, so nothing is kept apart."""
+        raise AssertionError(f"{unit}: the model is not sharded, so {gradients} belong to no unit")
 
     def begin_backward(self) -> None:
         """Nothing to fork."""

@@ -70,6 +70,11 @@ class RecordingSharding:
         if self._driver is not None:
             self._driver.reduce(unit, is_last=is_last)
 
+    def swap_gradients(self, unit: str, gradients: Any) -> list[Any]:
+        """Record SWAP.unit."""
+        self._record(f"SWAP.{unit}")
+        return [] if self._driver is None else self._driver.swap_gradients(unit, gradients)
+
     def begin_backward(self) -> None:
         """Record BEGIN_BACKWARD."""
         self._record("BEGIN_BACKWARD")

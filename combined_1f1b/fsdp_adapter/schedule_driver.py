@@ -11,7 +11,7 @@ Which stream runs what (a unit's storage is allocated and released on one stream
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -140,6 +140,19 @@ class ScheduleDriver:
         """Reduce a micro-batch's gradients of a unit: packed on the current stream, reduced on the reduction stream."""
         target = self._units[unit]
         mfsdp_v2.reduce_gradients(target.module, factor=target.factor, is_last=is_last)
+
+    def swap_gradients(self, unit: str, gradients: Sequence[torch.Tensor | None] | None) -> list[torch.Tensor | None]:
+        """Exchange the unreduced gradients of a unit's full parameters; None puts none in their place."""
+        parameters = [
+            parameter
+            for group in self._units[unit].groups
+            if group.requires_grad
+            for parameter in group.unsharded_parameters
+        ]
+        before = [parameter.grad for parameter in parameters]
+        for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
+            parameter.grad = gradient
+        return before
 
     def begin_backward(self) -> None:
         """Fork the reduction stream from the current stream, through the context."""

@@ -1,6 +1,7 @@
 """The driver for one pipeline stage (PP=1): one plan is one iteration.
 
-    F0 | (F1,B0) (F2,B1) ... (F{n-1},B{n-2}) | B{n-1}        n micro-batches, n-1 pairs
+    F0 | (F1,B0) (F2,B1) ... (F{n-1},B{n-2}) | B{n-1}                      n micro-batches, n-1 pairs
+    (F0,F1) | (F2,B0) (F3,B1) ... (F{n-1},B{n-3}) | (B{n-2},B{n-1})        with pair_head_and_tail
 
 Megatron's `forward_backward_no_pipelining` keeps what is around the schedule: timers, finalizing gradients, reports.
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from combined_1f1b.config import OverlapOptions, draws_random_numbers
 from combined_1f1b.errors import ConfigError
 from combined_1f1b.fsdp_adapter.protocol import ShardingDriver, driver_of
 from combined_1f1b.schedule.executor import execute
@@ -51,7 +53,9 @@ def _checked_plan(**shape: Any) -> Plan:
     return plan
 
 
-def plan_for(*, chunk: ModelChunk, driver: ShardingDriver, num_microbatches: int, config: Any) -> Plan:
+def plan_for(
+    *, chunk: ModelChunk, driver: ShardingDriver, num_microbatches: int, config: Any, options: OverlapOptions
+) -> Plan:
     """The plan of one iteration of this model. Built and validated once for each number of micro-batches."""
     return _checked_plan(
         num_layers=len(chunk.layers),
@@ -65,15 +69,20 @@ def plan_for(*, chunk: ModelChunk, driver: ShardingDriver, num_microbatches: int
         trainable_units=driver.trainable_units if driver.units else None,
         early_attention_release=config.ep_overlap_early_attn_memory_release,
         combine_parameters=bool(config.moe_latent_size),
+        pair_head_and_tail=options.pair_head_and_tail,
+        interleave_head=not (options.pair_head_and_tail and draws_random_numbers(config)),
     )
 
 
-def run_iteration(inputs: StepInputs, *, chunk: ModelChunk) -> tuple[StepReport, list[torch.Tensor]]:
+def run_iteration(
+    inputs: StepInputs, *, chunk: ModelChunk, options: OverlapOptions
+) -> tuple[StepReport, list[torch.Tensor]]:
     """Run all forwards and backwards of one iteration.
 
     Args:
         inputs: what Megatron's driver hands over.
         chunk: the model, cut into nodes.
+        options: what Megatron's config has no field for.
 
     Returns:
         The report, and the token counts of the micro-batches.
@@ -85,9 +94,11 @@ def run_iteration(inputs: StepInputs, *, chunk: ModelChunk) -> tuple[StepReport,
     if inputs.num_microbatches < 1:
         raise ConfigError.of("num_microbatches", inputs.num_microbatches, "there is nothing to run", "use at least 1")
     driver = driver_of(inputs.model)
-    plan = plan_for(chunk=chunk, driver=driver, num_microbatches=inputs.num_microbatches, config=inputs.config)
+    plan = plan_for(
+        chunk=chunk, driver=driver, num_microbatches=inputs.num_microbatches, config=inputs.config, options=options
+    )
     lanes = Lanes(gather=driver.gather_stream, high_priority=inputs.config.high_priority_a2a_comm_stream)
-    step = Step(inputs=inputs, chunk=chunk, driver=driver)
+    step = Step(inputs=inputs, chunk=chunk, driver=driver, held_gradients=plan.held_gradients)
     driver.begin_iteration()
     lanes.fork()
     try:

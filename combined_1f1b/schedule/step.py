@@ -7,8 +7,8 @@ F{m}.loss        the user's loss_func through Megatron's own scaling       B{m}.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,32 @@ class StepInputs:
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
+class _PhaseTimer:
+    """One of Megatron's timers for a phase that several micro-batches may be in: it runs while any is, started once."""
+
+    def __init__(self, name: str, timers: Any) -> None:
+        self._name = name
+        self._timers = timers
+        self._open = 0
+
+    def open(self) -> None:
+        """A micro-batch enters the phase."""
+        self._open += 1
+        if self._timers is not None and self._open == 1:
+            self._timers(self._name, log_level=2).start()
+
+    def close(self, *, stop: bool = True) -> None:
+        """A micro-batch leaves the phase. With stop=False somebody else stops the timer, see `resume`."""
+        self._open -= 1
+        if self._timers is not None and stop and self._open == 0:
+            self._timers(self._name).stop()
+
+    def resume(self) -> None:
+        """Somebody else has stopped the timer: start it again if a micro-batch is still in the phase."""
+        if self._timers is not None and self._open > 0:
+            self._timers(self._name, log_level=2).start()
+
+
 class Step:
     """One iteration of one model chunk.
 
@@ -59,18 +85,30 @@ class Step:
         inputs: what Megatron's driver hands over.
         chunk: the model, cut into nodes.
         driver: the sharding driver.
+        held_gradients: op index -> units that the op gives gradients while another micro-batch's are not reduced yet.
 
     Attributes:
         num_tokens: what the loss functions counted, one tensor per micro-batch.
     """
 
-    def __init__(self, *, inputs: StepInputs, chunk: ModelChunk, driver: ShardingDriver) -> None:
+    def __init__(
+        self,
+        *,
+        inputs: StepInputs,
+        chunk: ModelChunk,
+        driver: ShardingDriver,
+        held_gradients: Mapping[int, tuple[str, ...]],
+    ) -> None:
         self._inputs = inputs
         self._config = inputs.config
         self._chunk = chunk
         self._driver = driver
         self._apart = self._needs_shared_weights()
         self._microbatches: dict[int, MicroBatch] = {}
+        self._held_gradients = held_gradients
+        self._held: dict[str, list[torch.Tensor | None]] = {}
+        self._forward_timer = _PhaseTimer("forward-compute", inputs.config.timers)
+        self._backward_timer = _PhaseTimer("backward-compute", inputs.config.timers)
         self._unsynchronised = ExitStack()
         self._is_unsynchronised = False
         self.num_tokens: list[torch.Tensor] = []
@@ -82,8 +120,8 @@ class Step:
             Kind.BACKWARD: self._backward,
             Kind.GATHER: lambda issue: self._driver.gather(issue.op.unit),
             Kind.FREE: lambda issue: self._driver.free(issue.op.unit),
-            Kind.REDUCE: lambda issue: self._driver.reduce(issue.op.unit, is_last=issue.is_last_reduction),
-            Kind.BEGIN_BACKWARD: self._begin_backward,
+            Kind.REDUCE: self._reduce,
+            Kind.BEGIN_BACKWARD: lambda _issue: self._driver.begin_backward(),
         }
 
     def close(self) -> None:
@@ -119,36 +157,47 @@ class Step:
     def _backward(self, issue: Issue) -> Any:
         op = issue.op
         microbatch = self._microbatches[op.microbatch]
+        self._synchronise_gradients(op.microbatch)
         nvtx_range_push(op.name)
         try:
             if op.stage == "loss":
                 return self._backward_loss(microbatch)
             node = microbatch.node((op.stage, op.part))
-            if op.stage != "embedding":
+            if op.stage == "embedding":
+                return self._end(microbatch, node)
+            with self._gradients_kept_apart(issue.index):
                 microbatch.gradients, held = node.backward(microbatch.gradients)
-                return held
-            self._end(microbatch, node)
-            return None
+            return held
         finally:
             nvtx_range_pop(op.name)
 
-    def _begin_backward(self, issue: Issue) -> None:
-        self._synchronise_gradients(only_if_last=issue.op.microbatch)
-        self._driver.begin_backward()
+    @contextmanager
+    def _gradients_kept_apart(self, index: int) -> Iterator[None]:
+        """Around an op whose gradients of some units must not mix with those that wait for their reduction."""
+        units = self._held_gradients.get(index, ())
+        waiting = {unit: self._driver.swap_gradients(unit, self._held.get(unit)) for unit in units}
+        yield
+        for unit, gradients in waiting.items():
+            self._held[unit] = self._driver.swap_gradients(unit, gradients)
 
-    def _synchronise_gradients(self, *, only_if_last: int) -> None:
-        """Data-parallel wrappers synchronise in the last micro-batch's backward and in no other."""
-        wanted = only_if_last != self._inputs.num_microbatches - 1
-        if wanted and not self._is_unsynchronised:
+    def _reduce(self, issue: Issue) -> None:
+        unit = issue.op.unit
+        self._driver.reduce(unit, is_last=issue.is_last_reduction)
+        if unit in self._held:
+            self._driver.swap_gradients(unit, self._held.pop(unit))
+
+    def _synchronise_gradients(self, microbatch: int) -> None:
+        """Data-parallel wrappers synchronise in the ops of the last micro-batch's backward and in no others."""
+        unsynchronised = microbatch != self._inputs.num_microbatches - 1
+        if unsynchronised and not self._is_unsynchronised:
             self._unsynchronised.enter_context(self._inputs.no_sync())
-        elif self._is_unsynchronised and not wanted:
+        elif self._is_unsynchronised and not unsynchronised:
             self._unsynchronised.close()
-        self._is_unsynchronised = wanted
+        self._is_unsynchronised = unsynchronised
 
     def _start(self, index: int) -> None:
         inputs, model = self._inputs, self._inputs.model
-        if self._config.timers is not None:
-            self._config.timers("forward-compute", log_level=2).start()  # Megatron's loss step stops it
+        self._forward_timer.open()
         if inputs.is_first_microbatch(index) and hasattr(model, "set_is_first_microbatch"):
             model.set_is_first_microbatch()
         set_current_microbatch(model, index)
@@ -169,6 +218,7 @@ class Step:
 
     def _forward_loss(self, microbatch: MicroBatch) -> None:
         inputs = self._inputs
+        self._forward_timer.close(stop=False)  # Megatron's loss step stops it
         losses: list[torch.Tensor] = []
 
         def loss_segment(_node: Node, output: torch.Tensor) -> Any:
@@ -190,14 +240,14 @@ class Step:
 
         microbatch.loss_node = Node(loss_segment, layer_state=None, chunk_state=microbatch.chunk_state)
         microbatch.loss_node.forward(microbatch.values)
+        self._forward_timer.resume()
         microbatch.values = ()
         microbatch.loss_func = None
         microbatch.loss = losses[0]
 
     def _backward_loss(self, microbatch: MicroBatch) -> None:
         loss, microbatch.loss = microbatch.loss, None
-        if self._config.timers is not None:
-            self._config.timers("backward-compute", log_level=2).start()
+        self._backward_timer.open()
         assert loss is not None
         assert microbatch.loss_node is not None
         if self._config.grad_scale_func is not None:
@@ -212,8 +262,7 @@ class Step:
         for state in self._chunk.layer_states:
             state.forget(microbatch.index)
         del self._microbatches[microbatch.index]
-        if self._config.timers is not None:
-            self._config.timers("backward-compute").stop()
+        self._backward_timer.close()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._config.enable_autocast:

@@ -95,9 +95,13 @@ def batches(count: int, *, offset: int = 0) -> list[dict[str, torch.Tensor]]:
 
 
 def loss_of(model: Callable[..., torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return output_of(model, batch).float().mean()
+
+
+def output_of(model: Callable[..., torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
     positions = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE).cuda()
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1).cuda()
-    return model(batch["tokens"], positions, mask, labels=batch["labels"]).float().mean()
+    return model(batch["tokens"], positions, mask, labels=batch["labels"])
 
 
 def drive(wrapped: ShardedDataParallel, data: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:

@@ -171,11 +171,6 @@ def test_a_flag_set_by_assignment_is_checked_at_the_first_call(device):
             run(model)
 
 
-def test_pairing_of_head_and_tail_is_refused_for_now():
-    with pytest.raises(ConfigError, match="pair_head_and_tail"):
-        combined_1f1b.OverlapOptions(pair_head_and_tail=True)
-
-
 class OwnModel(torch.nn.Module):
     """A user's model that is no GPTModel."""
 
