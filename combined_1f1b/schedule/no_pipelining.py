@@ -104,8 +104,11 @@ def run_iteration(
     try:
         execute(plan, lanes=lanes, handlers=step.handlers())
         driver.finish_iteration()
-    except BaseException:
-        lanes.join()
+    except BaseException as error:
+        try:
+            lanes.join()
+        except RuntimeError as joining:  # an invalidated capture refuses every wait: the failure itself must get out
+            error.add_note(f"the lanes could not be joined: {joining}")
         driver.abort()
         raise
     finally:

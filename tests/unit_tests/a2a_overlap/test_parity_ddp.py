@@ -33,6 +33,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def installed(device):
+    if torch.distributed.get_backend() == "gloo" and device.type == "cuda":
+        pytest.skip("gloo has no coalesced all-reduce for CUDA tensors, which the wrapper needs: run one rank per GPU")
     with combined_1f1b.install(), parallel(expert_model_parallel_size=EXPERT_SIZE):
         yield
 
@@ -75,7 +77,7 @@ def train_ddp(
     return result
 
 
-@pytest.mark.world_size(2)
+@pytest.mark.world_size(1, 2)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_and_parameters(name, model):
