@@ -128,6 +128,8 @@ class Installation:
         Ranks that disagree would wait for each other inside an all-to-all. A rank that changes alone gets an error from
         this comparison, and the others from the collective that it is missing in.
         """
+        if torch.cuda.is_current_stream_capturing():
+            return  # reading the answer would synchronise; the iterations that warmed up have compared
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         if self._agreed == (num_microbatches, id(group)):
             return
