@@ -100,6 +100,7 @@ def execute(plan: Plan, *, lanes: Lanes, handlers: Mapping[Kind, Handler]) -> No
             raise
         if issue.release > issue.index and references:
             held.setdefault(issue.release, []).append(references)
+        del references  # what nothing has to hold is free before the next op allocates
         if issue.signals:
             events[issue.index] = stream.record_event()
     lanes.join()  # what is held to the end may go only after this
