@@ -27,18 +27,13 @@ class Lanes:
     def __init__(self, *, gather: Any, high_priority: bool) -> None:
         set_streams(high_priority=high_priority)
         self.compute = torch.cuda.current_stream()
-        self.streams: dict[Lane, Any] = {Lane.COMPUTE: self.compute, Lane.COMM: get_comm_stream()}
-        if gather is not None:
-            self.streams[Lane.GATHER] = gather
+        self.comm = get_comm_stream()
+        self.streams: dict[Lane, Any] = {Lane.COMPUTE: self.compute, Lane.COMM: self.comm, Lane.GATHER: gather}
 
     def fork(self) -> None:
-        """Let the side lanes start after what the caller has issued: they see its weights and enter its capture."""
-        for stream in self.streams.values():
-            if stream is not self.compute:
-                stream.wait_stream(self.compute)
+        """Let the comm lane start after what the caller has issued: it sees its weights and enters its capture."""
+        self.comm.wait_stream(self.compute)
 
     def join(self) -> None:
-        """Let the caller's stream continue after the side lanes."""
-        for stream in self.streams.values():
-            if stream is not self.compute:
-                self.compute.wait_stream(stream)
+        """Let the caller's stream continue after the comm lane."""
+        self.compute.wait_stream(self.comm)
