@@ -2,7 +2,7 @@
 
 compute   the caller's current stream: the step runs where the caller works, captured or not
 comm      Megatron's own communication stream, on which its modules also put work
-gather    the sharding driver's all-gather stream
+gather    the sharding driver's all-gather stream, which the driver forks and joins itself
 reduce    the sharding driver's reduction stream; BEGIN_BACKWARD forks it, once per micro-batch backward
 """
 
