@@ -63,7 +63,11 @@ class SharedWeights:
 
         with ExitStack() as hooks:
             for weight in held:
+                of_the_user = dict(weight._backward_hooks or {})
                 hooks.callback(weight.register_hook(make_hook(weight)).remove)
+                for key, hook in of_the_user.items():  # behind ours, so that they get the sum
+                    del weight._backward_hooks[key]
+                    weight._backward_hooks[key] = hook
             yield
         for weight, gradient in held.items():
             if weight not in joined:
