@@ -99,9 +99,7 @@ def _layout(config: RunConfig) -> dict[str, str]:
     import torch
 
     settings = {
-        key: value
-        for key, value in flatten(config).items()
-        if key.startswith(_MUST_MATCH) and key not in _MAY_DIFFER
+        key: value for key, value in flatten(config).items() if key.startswith(_MUST_MATCH) and key not in _MAY_DIFFER
     }
     return settings | {"number of ranks": str(torch.distributed.get_world_size())}
 

@@ -223,9 +223,7 @@ def _check_keys(
     for key in values:
         if key not in annotations:
             raise unknown_key(key, annotations, prefix=f"{name}.")
-    return {
-        key: checked(f"{name}.{key}", value, annotations[key], convert=convert) for key, value in values.items()
-    }
+    return {key: checked(f"{name}.{key}", value, annotations[key], convert=convert) for key, value in values.items()}
 
 
 def _model_annotations() -> dict[str, Any]:

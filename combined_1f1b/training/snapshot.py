@@ -54,9 +54,7 @@ def take_parameters(trainer: Any) -> dict[str, torch.Tensor]:
         if hasattr(chunk, "full_parameters"):
             named = chunk.full_parameters()
         else:
-            named = {
-                name: mains.get(id(parameter), parameter) for name, parameter in chunk.module.named_parameters()
-            }
+            named = {name: mains.get(id(parameter), parameter) for name, parameter in chunk.module.named_parameters()}
         result |= {f"{number}.{name}": tensor.detach().clone() for name, tensor in named.items()}
     return result
 

@@ -89,9 +89,7 @@ def test_an_epoch_visits_every_sequence_once_over_all_ranks(corpus):
     config = config_for(text=str(corpus), micro_batch_size=1, num_microbatches=7)
     sequences = load_sequences(config, vocab_size=256)
     samplers = [BatchSampler(sequences, config, rank=rank, ranks=7, vocab_size=256) for rank in range(7)]
-    seen = [
-        index for sampler in samplers for microbatch in range(7) for index in sampler.indices(0, microbatch)
-    ]
+    seen = [index for sampler in samplers for microbatch in range(7) for index in sampler.indices(0, microbatch)]
     assert sorted(seen) == list(range(49))
     next_epoch = [index for sampler in samplers for microbatch in range(7) for index in sampler.indices(1, microbatch)]
     assert sorted(next_epoch) == list(range(49))

@@ -124,9 +124,7 @@ def fails_quickly(capsys, monkeypatch, config_file: str, *words: str, command: s
 def test_a_checkpoint_of_another_model_is_refused(capsys, config_file, shared, monkeypatch):
     words = [f"output={shared}", "training.train_iters=1", "training.save_interval=1"]
     assert main(["train", "--config", config_file, *words]) == 0
-    error = fails_quickly(
-        capsys, monkeypatch, config_file, *words, "training.resume=true", "model.ffn_hidden_size=64"
-    )
+    error = fails_quickly(capsys, monkeypatch, config_file, *words, "training.resume=true", "model.ffn_hidden_size=64")
     assert "model.ffn_hidden_size='64'" in error
     assert "was saved with 32" in error
 
