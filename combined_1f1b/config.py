@@ -19,7 +19,7 @@ class OverlapOptions:
         pair_head_and_tail: interleave the first two forwards with each other and the last two backwards too, so that
             only two of an iteration's all-to-alls have no partner. Costs one more micro-batch of activations;
             `simulate` shows both. Forwards that draw random numbers run one after the other; the tail is interleaved
-            anyway.
+            anyway. The second forward_step runs before the first one's loss: it must not reuse the first one's tensors.
     """
 
     pair_head_and_tail: bool = False

@@ -27,13 +27,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from combined_1f1b.config import FLAG, OverlapOptions, check_config, check_disabled
 from combined_1f1b.errors import ConfigError, SurfaceError
 from combined_1f1b.schedule.layer_plan import ModelChunk
-from combined_1f1b.schedule.model_check import check_model, innermost_model
+from combined_1f1b.schedule.model_check import check_hooks, check_model, innermost_model
 from combined_1f1b.schedule.no_pipelining import StepReport, run_iteration
 from combined_1f1b.schedule.step import StepInputs
 
 logger = logging.getLogger(__name__)
 
 _DRIVER = "combined_1f1b_schedule_for_no_pipelining"
+_CHUNK = "_combined_1f1b_chunk"
 _NEEDS_FLAG = ("delay_wgrad_compute", "ep_overlap_early_attn_memory_release")
 
 
@@ -46,7 +47,9 @@ class Installation:
     def __init__(self, options: OverlapOptions) -> None:
         self.options = options
         self.last_step: StepReport | None = None
-        self._chunks: weakref.WeakKeyDictionary[torch.nn.Module, ModelChunk] = weakref.WeakKeyDictionary()
+        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._entered: list[OverlapOptions | None] = []
+        self.replaced_options: OverlapOptions | None = None
         self._agreed: tuple[int, int] | None = None
         self._told: set[str] = set()
         self.original_driver: Callable[..., Any] = getattr(schedules, _DRIVER)
@@ -58,14 +61,21 @@ class Installation:
         """Put Megatron's own names back."""
         setattr(schedules, _DRIVER, self.original_driver)
         TransformerConfig.__post_init__ = self.original_post_init  # type: ignore[method-assign]
+        for model in self._models:
+            vars(model).pop(_CHUNK, None)
 
     def __enter__(self) -> Installation:
+        self._entered.append(self.replaced_options)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        uninstall()
+        outer = self._entered.pop()
+        if outer is None:
+            uninstall()
+        else:
+            self.options = outer
 
     def _make_driver(self) -> Callable[..., Any]:
         @wraps(self.original_driver)
@@ -115,11 +125,14 @@ class Installation:
         return driver
 
     def _chunk(self, model: torch.nn.Module) -> ModelChunk:
+        """The model, cut into nodes. It is kept on the model itself: it refers to the model and should end with it."""
         inner = innermost_model(model)
-        chunk = self._chunks.get(inner)
+        chunk: ModelChunk | None = vars(inner).get(_CHUNK)
         if chunk is None or not chunk.is_current():
             check_model(inner)
-            chunk = self._chunks[inner] = ModelChunk(inner)
+            chunk = vars(inner)[_CHUNK] = ModelChunk(inner)
+            self._models.add(inner)
+        check_hooks(model, inner)
         return chunk
 
     def _agree(self, num_microbatches: int, device: torch.device) -> None:
@@ -188,7 +201,8 @@ def _current() -> Installation | None:
 def install(options: OverlapOptions | None = None) -> Installation:
     """Let `overlap_moe_expert_parallel_comm` select this package's schedule.
 
-    Idempotent: a second call replaces the options. The result is a context manager that uninstalls when it is left.
+    Idempotent: a second call replaces the options. The result is a context manager: leaving it uninstalls, or puts the
+    options back that the call has replaced.
 
     Args:
         options: what Megatron's config has no field for; None means the defaults.
@@ -201,7 +215,7 @@ def install(options: OverlapOptions | None = None) -> Installation:
     installation = _current()
     if installation is None:
         return Installation(options)
-    installation.options = options
+    installation.replaced_options, installation.options = installation.options, options
     return installation
 
 

@@ -100,6 +100,7 @@ class ModelChunk:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.config = model.config
+        self._parts = _cut_parts(model)
         self.layers = tuple(model.decoder.layers)
         self.mtp_layers = tuple(model.mtp.layers) if getattr(model, "mtp_process", False) else ()
         self.layer_states: list[LayerModuleState] = []
@@ -131,8 +132,12 @@ class ModelChunk:
         return self.model.decoder.final_layernorm is not None
 
     def is_current(self) -> bool:
-        """Whether the layers are still those that were cut."""
-        return self.layers == tuple(self.model.decoder.layers)
+        """Whether the layers and their dispatchers are still those that were cut."""
+        return self._parts == _cut_parts(self.model)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """It is kept on the model, whose copies cut themselves anew."""
+        return type(None), ()
 
     def view(self, shared: SharedWeights | None) -> Any:
         """What Megatron's callables see as the model: the multi-token prediction layers embed through it."""
@@ -240,6 +245,13 @@ def _shadowed(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterato
         yield
     finally:
         del vars(owner)[name]
+
+
+def _cut_parts(model: Any) -> list[Any]:
+    layers = [*model.decoder.layers, *(model.mtp.layers if getattr(model, "mtp_process", False) else ())]
+    inner = [getattr(layer, "mtp_model_layer", layer) for layer in layers]
+    mlps = [getattr(layer, "mlp", None) for layer in inner]
+    return [*layers, *inner, *mlps, *(getattr(mlp, "token_dispatcher", None) for mlp in mlps)]
 
 
 def _template(function: Callable[..., Any]) -> NodeTemplate:

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from combined_1f1b.errors import ConfigError, UnsupportedModelError
 
 _HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PRE_HOOKS = ("_forward_pre_hooks",)
 
 
 def innermost_model(model: Any) -> GPTModel:
@@ -22,6 +23,8 @@ def innermost_model(model: Any) -> GPTModel:
     """
     inner = model
     while not isinstance(inner, GPTModel) and hasattr(inner, "module"):
+        if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
+            raise _unsupported(inner, "synchronises by its own forward, which the schedule does not run")
         inner = inner.module
     if not isinstance(inner, GPTModel):
         raise UnsupportedModelError.of(
@@ -50,10 +53,8 @@ def check_model(model: GPTModel) -> None:
         for name in ("forward", "_forward_mlp"):
             if getattr(type(layer), name) is not getattr(TransformerLayer, name):
                 raise _unsupported(layer, f"overrides TransformerLayer.{name}, which the schedule replaces")
-        modules = [layer, layer.mlp] if isinstance(layer.mlp, MoELayer) else [layer]
-        for module in modules:
-            _check_hooks(module)
-    _check_hooks(model.decoder)
+    if len({id(layer.mlp) for layer in layers}) < len(layers):
+        raise _unsupported(model, "has layers that share one mlp, whose gradients would accumulate in another order")
     if not any(isinstance(layer.mlp, MoELayer) for layer in layers):
         raise UnsupportedModelError.of(
             "model",
@@ -61,6 +62,31 @@ def check_model(model: GPTModel) -> None:
             "has no mixture-of-experts layer, so there is no traffic to hide",
             "set overlap_moe_expert_parallel_comm=False",
         )
+
+
+def check_hooks(model: Any, inner: GPTModel) -> None:
+    """Check, before every iteration, for hooks that the schedule would pass by: it runs the parts inside.
+
+    Args:
+        model: the model as the user wrapped it.
+        inner: the GPTModel inside.
+
+    Raises:
+        UnsupportedModelError: a hook on a module whose own forward or backward does not run.
+    """
+    wrapper, gathers = model, False
+    while wrapper is not inner:
+        gathers = gathers or bool(getattr(wrapper, "remove_forward_pre_hook_handles", None))
+        _check_hooks(wrapper, _HOOKS)
+        wrapper = wrapper.module
+    # Megatron's overlapped parameter gather hooks every module; where it matters, on modules that do run.
+    names = _HOOKS if gathers else _HOOKS + _PRE_HOOKS
+    _check_hooks(inner, _HOOKS)
+    _check_hooks(inner.decoder, names)
+    for layer in inner.decoder.layers:
+        _check_hooks(layer, names)
+        if isinstance(layer.mlp, MoELayer):
+            _check_hooks(layer.mlp, names)
 
 
 def check_arguments(config: Any, arguments: dict[str, Any]) -> None:
@@ -93,8 +119,8 @@ def check_arguments(config: Any, arguments: dict[str, Any]) -> None:
         )
 
 
-def _check_hooks(module: torch.nn.Module) -> None:
-    for name in _HOOKS:
+def _check_hooks(module: torch.nn.Module, names: tuple[str, ...]) -> None:
+    for name in names:
         if getattr(module, name):
             kind = name.strip("_").replace("_", " ")
             raise _unsupported(module, f"has {kind}, which the schedule would not call: it runs the parts inside")

@@ -105,6 +105,7 @@ def run_iteration(
         execute(plan, lanes=lanes, handlers=step.handlers())
         driver.finish_iteration()
     except BaseException as error:
+        error.add_note(f"in an iteration of num_microbatches={inputs.num_microbatches} on this rank")
         try:
             lanes.join()
         except RuntimeError as joining:  # an invalidated capture refuses every wait: the failure itself must get out

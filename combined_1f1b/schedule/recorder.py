@@ -107,6 +107,12 @@ def record_forward_step(
     )
 
 
+def _modes() -> tuple[Any, ...]:
+    devices = ("cuda", "cpu")
+    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast)
+
+
 @contextmanager
 def _shadowed(innermost: torch.nn.Module) -> Iterator[_Calls]:
     config = innermost.config  # its dtype decides whether Float16Module converts the output
@@ -114,8 +120,14 @@ def _shadowed(innermost: torch.nn.Module) -> Iterator[_Calls]:
     empty = torch.empty(0, dtype=dtype, device=next(innermost.parameters()).device)
     calls = _Calls(torch.Tensor._make_subclass(_Placeholder, empty))  # type: ignore[arg-type]
     signature = inspect.signature(type(innermost).forward)
+    modes = _modes()
 
     def record(*args: Any, **kwargs: Any) -> _Placeholder:
+        if _modes() != modes:
+            raise ConfigError(
+                "forward_step calls the model under another grad mode or autocast than its own: the schedule runs the "
+                "model after forward_step has returned, outside of it; use config.enable_autocast or forward_only"
+            )
         bound = signature.bind(innermost, *args, **kwargs)
         bound.apply_defaults()
         arguments = dict(bound.arguments)

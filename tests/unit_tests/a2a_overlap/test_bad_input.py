@@ -87,6 +87,20 @@ def test_a_forward_step_that_returns_something_else(model):
     assert_usable(model)
 
 
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, lambda: torch.autocast("cuda", dtype=torch.bfloat16)], ids=["no_grad", "autocast"]
+)
+def test_a_context_around_the_model_call_that_the_nodes_would_lose(model, mode):
+    def inside(data, model):
+        with mode():
+            return forward_step(data, model)
+
+    with pytest.raises(ConfigError, match="grad mode or autocast"):
+        run(model, step=inside)
+    assert_usable(model)
+
+
 @pytest.mark.world_size(1, 2)
 def test_a_data_iterator_that_ends_early(model):
     with pytest.raises(StopIteration) as caught:
@@ -171,6 +185,16 @@ def test_ranks_that_disagree_on_the_number_of_microbatches_all_say_so(model):
     with pytest.raises(ConfigError, match=f"num_microbatches={mine}: ranks disagree"):
         run(model, num_microbatches=mine)
     assert_usable(model)
+
+
+@pytest.mark.world_size(1)
+def test_a_failure_says_how_many_microbatches_this_rank_runs(model):
+    def fail(output):
+        raise OwnError
+
+    with pytest.raises(OwnError) as caught:
+        run(model, num_microbatches=3, step=lambda data, model: forward_step(data, model, loss=fail))
+    assert any("num_microbatches=3 on this rank" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.world_size(1)

@@ -272,3 +272,40 @@ def test_accumulating_over_several_calls():
             run(model, data=batches(3))
         totals.append(take_gradients(model))
     assert differing(*totals) == set()
+
+
+@pytest.mark.world_size(1)
+def test_what_megatron_is_told_of_the_microbatch(monkeypatch):
+    """Megatron sets these at every forward; Transformer Engine and graphs of single layers read them."""
+    model = build(expert_model_parallel_size=EXPERT_SIZE)
+    model.set_is_first_microbatch = lambda: told.append("first")
+    told = []
+
+    def tell(data, model):
+        told.append(model.module.decoder.layers[0].current_microbatch)
+        return forward_step(data, model)
+
+    for combined in (False, True):
+        set_flag(model, combined)
+        run(model, step=tell)
+    assert told == ["first", 0, 1, 2] * 2
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize("name", ["loss_mask", "output_processor", "no labels"])
+def test_arguments_of_the_output_layer(name):
+    def processor(*, hidden_states, output_layer, output_weight, labels, context, **_):
+        logits, _ = output_layer(hidden_states, weight=output_weight)
+        return logits.float().logsumexp(-1).transpose(0, 1) * context
+
+    changes = {
+        "loss_mask": lambda arguments: {**arguments, "loss_mask": (arguments["labels"] % 3 > 0).float()},
+        "output_processor": lambda arguments: {
+            **arguments, "output_processor": processor, "output_processor_context": 2.0
+        },
+        "no labels": lambda arguments: {**arguments, "labels": None},
+    }  # fmt: skip
+    assert_parity(
+        step=lambda data, model: forward_step(data, model, change_batch=changes[name]),
+        mtp_num_layers=1 if name == "loss_mask" else None,
+    )

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
+from contextlib import nullcontext
+
 import pytest
 import torch
 from host_models import BASE, build, config_of, parallel
@@ -185,8 +190,12 @@ class OwnModel(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    "kind", ["own model", "no experts", "forward hook", "backward hook", "layer class", "layer forward"]
-)
+    "kind",
+    [
+        "own model", "no experts", "forward hook", "backward hook", "pre-hook", "hook on the model",
+        "hook on a wrapper", "layer class", "layer forward", "shared mlp", "torch wrapper",
+    ],
+)  # fmt: skip
 def test_models_that_cannot_be_cut_are_refused_before_any_work(device, kind):
     with parallel(), combined_1f1b.install():
         changes = {"num_layers": 1, "moe_layer_freq": [0]} if kind == "no experts" else {}
@@ -198,6 +207,16 @@ def test_models_that_cannot_be_cut_are_refused_before_any_work(device, kind):
             layer.register_forward_hook(lambda *_: None)
         elif kind == "backward hook":
             layer.mlp.register_full_backward_hook(lambda *_: None)
+        elif kind == "pre-hook":
+            layer.register_forward_pre_hook(lambda *_: None)
+        elif kind == "hook on the model":
+            model.module.register_forward_hook(lambda *_: None)
+        elif kind == "hook on a wrapper":
+            model.register_full_backward_hook(lambda *_: None)
+        elif kind == "shared mlp":
+            model.module.decoder.layers[1].mlp = layer.mlp
+        elif kind == "torch wrapper":
+            model = torch.nn.parallel.DistributedDataParallel(model)
         elif kind == "layer class":
             model.module.decoder.layers[0] = torch.nn.Identity()
         elif kind == "layer forward":
@@ -207,6 +226,64 @@ def test_models_that_cannot_be_cut_are_refused_before_any_work(device, kind):
         with pytest.raises(UnsupportedModelError, match="overlap_moe_expert_parallel_comm=False"):
             run(model, step=lambda data, model: asked.append(1))
         assert not asked
+
+
+def test_a_hook_added_after_the_first_step_is_refused_too(device):
+    with parallel(), combined_1f1b.install():
+        model = build(expert_model_parallel_size=1)
+        set_flag(model, True)
+        run(model)
+        model.module.decoder.layers[0].register_forward_hook(lambda *_: None)
+        with pytest.raises(UnsupportedModelError, match="forward hooks"):
+            run(model)
+
+
+def test_a_model_ends_while_the_package_stays_installed(device):
+    with parallel(), combined_1f1b.install():
+        model = build(expert_model_parallel_size=1)
+        config = config_of(model)
+        config.no_sync_func = lambda held=model: nullcontext()  # Megatron's loops put a method of the wrapper here
+        set_flag(model, True)
+        run(model)
+        config.no_sync_func = None
+        assert copy.deepcopy(vars(model.module)["_combined_1f1b_chunk"]) is None, "a copied model is cut anew"
+        ended = weakref.ref(model.module)
+        del model, config
+        gc.collect()
+        assert ended() is None
+
+
+def test_uninstall_leaves_nothing_on_a_model(device):
+    with parallel():
+        model = build(expert_model_parallel_size=1)
+        before = set(vars(model.module))
+        with combined_1f1b.install():
+            set_flag(model, True)
+            run(model)
+            assert set(vars(model.module)) != before
+        assert set(vars(model.module)) == before
+
+
+def test_a_replaced_dispatcher_is_noticed(device):
+    options = combined_1f1b.OverlapOptions(pair_head_and_tail=True)
+    with parallel(), combined_1f1b.install(options):
+        model = build(expert_model_parallel_size=1)
+        set_flag(model, True)
+        losses = run(model)
+        mlp = model.module.decoder.layers[0].mlp
+        mlp.token_dispatcher = copy.copy(mlp.token_dispatcher)
+        assert str(run(model)) == str(losses)
+
+
+def test_nested_contexts_put_the_outer_options_back():
+    before = names()
+    outer, inner = combined_1f1b.OverlapOptions(pair_head_and_tail=True), combined_1f1b.OverlapOptions()
+    with combined_1f1b.install(outer) as installation:
+        with combined_1f1b.install(inner):
+            assert installation.options is inner
+        assert installation.options is outer
+        assert names() != before
+    assert names() == before
 
 
 def test_a_name_of_megatron_that_has_gone_is_named(monkeypatch):
