@@ -48,8 +48,6 @@ def steps_of_one_layer(*, combined: bool, sharded: bool, steps: int) -> Any:
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_hundred_steps_stay_the_same_to_the_last_bit(installed, sharded):
-    if installed is sharded:
-        pytest.skip("one of the two pairings for each, to be quick")
     runs = [steps_of_one_layer(combined=combined, sharded=sharded, steps=100) for combined in (False, True)]
     if sharded:
         assert_same_sharded(*runs)

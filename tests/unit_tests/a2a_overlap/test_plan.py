@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -319,25 +320,26 @@ def test_unreadable_plans_are_refused(text, message):
         Plan.parse(text)
 
 
-def seconds(num_layers: int, num_microbatches: int) -> tuple[int, float]:
-    start = time.process_time()
-    plan = build_plan(
-        num_layers=num_layers,
-        num_microbatches=num_microbatches,
-        sharded=True,
-        pair_head_and_tail=True,
-        delay_wgrad=False,
-    )
-    plan.validate()
-    simulate(plan)
-    return len(plan.ops), time.process_time() - start
+LARGE_PLAN = """
+import time
+from combined_1f1b.schedule import build_plan, simulate
+start = time.process_time()
+plan = build_plan(num_layers=64, num_microbatches=128, sharded=True, pair_head_and_tail=True)
+plan.validate()
+simulate(plan)
+print(time.process_time() - start)
+"""
 
 
 def test_a_large_plan_takes_under_three_seconds():
-    """64 layers x 128 micro-batches; the best of up to three, since other ranks share the processor."""
+    """64 layers x 128 micro-batches, in a process of its own: in this one the collector walks the heap of all tests.
+
+    The best of up to three, since other ranks share the processor.
+    """
     taken = []
     for _ in range(3):
-        taken.append(seconds(64, 128)[1])
+        output = subprocess.run([sys.executable, "-c", LARGE_PLAN], capture_output=True, text=True, check=True).stdout
+        taken.append(float(output))
         if taken[-1] < 3.0:
             break
     assert min(taken) < 3.0, taken
