@@ -92,8 +92,11 @@ _REFUSALS = (
     ),
     _refuse_set("fp8", "the nodes do not enter the quantisation contexts yet", "use bf16 or fp16"),
     _refuse_set("fp4", "the nodes do not enter the quantisation contexts yet", "use bf16 or fp16"),
-    _refuse_set(
-        "delay_wgrad_compute", "delayed weight gradients are not scheduled yet", "use delay_wgrad_compute=False"
+    _Refusal(
+        "use_transformer_engine_op_fuser",
+        lambda config: config.delay_wgrad_compute and getattr(config, "use_transformer_engine_op_fuser", False),
+        "its fused operators keep weight gradients where the nodes cannot see them (delay_wgrad_compute=True)",
+        "use use_transformer_engine_op_fuser=False, or delay_wgrad_compute=False",
     ),
     _refuse_set(
         "overlap_dispatch_backward_with_experts_wgrad",

@@ -53,7 +53,8 @@ def compile_plan(plan: Plan) -> tuple[Issue, ...]:
         release = index
         if op.kind in NODE_KINDS:
             flow = (op.kind, op.microbatch)
-            if neighbour.get(flow, op.lane) is not op.lane:
+            # What a W op reads came from its backward, which may have it from either lane.
+            if op.kind is Kind.WEIGHT or neighbour.get(flow, op.lane) is not op.lane:
                 release = plan.release_after(index, _OTHER_LANE[op.lane])
             neighbour[flow] = op.lane
         issues.append(

@@ -25,8 +25,9 @@ from megatron.core.utils import make_viewless_tensor
 from combined_1f1b.schedule.module_state import LayerModuleState
 from combined_1f1b.schedule.node import Node, no_record_stream
 from combined_1f1b.schedule.recorder import RecordedCall
-from combined_1f1b.schedule.shape import DENSE_PARTS, MTP_PARTS
+from combined_1f1b.schedule.shape import DENSE_PARTS, MTP_PARTS, WEIGHT_PARTS
 from combined_1f1b.schedule.shared_weights import SharedWeights
+from combined_1f1b.schedule.weight_gradients import DelayedWeights
 
 NodeKey = tuple[str, str]
 """(stage, part) as in an op; the part is "" for a stage without parts."""
@@ -41,6 +42,7 @@ class NodeTemplate(NamedTuple):
     is_first_layer: bool
     is_last_layer: bool
     is_mtp: bool
+    delayed: DelayedWeights | None = None
 
 
 class MicroBatch:
@@ -83,6 +85,7 @@ class MicroBatch:
                 layer_state=self._layer_states.setdefault(key[0], SimpleNamespace()),
                 chunk_state=self.chunk_state,
                 keep_graph=template.keep_graph,
+                delayed=template.delayed,
                 is_first_layer=template.is_first_layer,
                 is_last_layer=template.is_last_layer,
                 is_mtp=template.is_mtp,
@@ -104,6 +107,7 @@ class ModelChunk:
         self.layers = tuple(model.decoder.layers)
         self.mtp_layers = tuple(model.mtp.layers) if getattr(model, "mtp_process", False) else ()
         self.layer_states: list[LayerModuleState] = []
+        self._delayed: list[DelayedWeights] = []
         self.templates: dict[NodeKey, NodeTemplate] = {
             ("embedding", ""): _template(self._embedding),
             ("final_norm", ""): _template(self._final_norm),
@@ -146,10 +150,17 @@ class ModelChunk:
             embedding = _AliasedEmbedding(embedding, shared)
         return SimpleNamespace(decoder=self.model.decoder, embedding=embedding, vp_stage=self.model.vp_stage)
 
-    def reset_module_state(self) -> None:
-        """Forget what the layers' modules keep of any micro-batch."""
+    def begin_iteration(self) -> None:
+        """Prepare the layers' modules for the nodes, until `end_iteration`."""
+        for delayed in self._delayed:
+            delayed.begin()
+
+    def end_iteration(self) -> None:
+        """Put the layers' modules back, and forget what they keep of any micro-batch; after a failure too."""
         for state in self.layer_states:
             state.reset()
+        for delayed in self._delayed:
+            delayed.reset()
 
     def _add_layer(self, stage: str, layer: Any, inner: Any, **flags: bool) -> None:
         functions, _ = build_layer_callables(layer)
@@ -170,8 +181,12 @@ class ModelChunk:
             if self.config.sequence_parallel and not flags["is_mtp"]:
                 function = _with_random_fork(function)
             part = part if is_moe or part == "attention" else DENSE_PARTS[1]
+            delayed = None
+            if self.config.delay_wgrad_compute and part in WEIGHT_PARTS:
+                delayed = DelayedWeights(_modules_with_delayed_weights(layer, inner, part))
+                self._delayed.append(delayed)
             self.templates[stage, part] = NodeTemplate(
-                function, state, keep_graph=part in ("dispatch", "combine"), **flags
+                function, state, keep_graph=part in ("dispatch", "combine"), delayed=delayed, **flags
             )
 
     def _embedding(self, node: Node) -> torch.Tensor:
@@ -251,7 +266,28 @@ def _cut_parts(model: Any) -> list[Any]:
     layers = [*model.decoder.layers, *(model.mtp.layers if getattr(model, "mtp_process", False) else ())]
     inner = [getattr(layer, "mtp_model_layer", layer) for layer in layers]
     mlps = [getattr(layer, "mlp", None) for layer in inner]
-    return [*layers, *inner, *mlps, *(getattr(mlp, "token_dispatcher", None) for mlp in mlps)]
+    return [
+        model.config.delay_wgrad_compute,
+        *layers,
+        *inner,
+        *mlps,
+        *(getattr(mlp, "token_dispatcher", None) for mlp in mlps),
+    ]
+
+
+def _modules_with_delayed_weights(layer: Any, inner: Any, part: str) -> list[torch.nn.Module]:
+    """The modules whose weight gradients the part's W op computes.
+
+    The latent projection behind the experts runs in the combine, whose lane has no W op: it goes with the experts.
+    """
+    behind = [inner.mlp] if part == "mlp" else [inner.mlp.experts] if hasattr(inner.mlp, "experts") else [inner.mlp]
+    if getattr(inner.mlp, "fc2_latent_proj", None) is not None:
+        behind.append(inner.mlp.fc2_latent_proj)
+    there = [module for owner in behind for module in owner.modules()]
+    if part != "attention":
+        return there
+    known = {id(module) for module in there}
+    return [module for module in layer.modules() if id(module) not in known]
 
 
 def _template(function: Callable[..., Any]) -> NodeTemplate:

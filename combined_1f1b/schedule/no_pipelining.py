@@ -67,6 +67,7 @@ def plan_for(
         sharded=bool(driver.units),
         units=driver.units or None,
         trainable_units=driver.trainable_units if driver.units else None,
+        delay_wgrad=config.delay_wgrad_compute,
         early_attention_release=config.ep_overlap_early_attn_memory_release,
         combine_parameters=bool(config.moe_latent_size),
         pair_head_and_tail=options.pair_head_and_tail,
@@ -99,9 +100,10 @@ def run_iteration(
     )
     lanes = Lanes(gather=driver.gather_stream, high_priority=inputs.config.high_priority_a2a_comm_stream)
     step = Step(inputs=inputs, chunk=chunk, driver=driver, held_gradients=plan.held_gradients)
-    driver.begin_iteration()
-    lanes.fork()
     try:
+        step.open()
+        driver.begin_iteration()
+        lanes.fork()
         execute(plan, lanes=lanes, handlers=step.handlers())
         driver.finish_iteration()
     except BaseException as error:

@@ -21,6 +21,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from combined_1f1b.schedule.weight_gradients import DelayedWeights, Pending
+
 
 class _GradientSlot:
     """Where an entry leaves the gradient of the tensor that entered."""
@@ -71,15 +73,18 @@ class Node:
         chunk_state: attributes that all nodes of the micro-batch share.
         keep_graph: keep what the graph saved until the executor drops it (nodes on the communication lane save tensors
             that the compute lane allocated).
+        delayed: the part's weight gradients, when `weight_gradients` computes them instead of `backward`.
     """
 
     __slots__ = (
         "_before_detached",
+        "_delayed",
         "_detached",
         "_edges",
         "_entered",
         "_function",
         "_keep_graph",
+        "_pending",
         "_slots",
         "chunk_state",
         "is_first_layer",
@@ -95,12 +100,15 @@ class Node:
         layer_state: Any,
         chunk_state: Any,
         keep_graph: bool = False,
+        delayed: DelayedWeights | None = None,
         is_first_layer: bool = False,
         is_last_layer: bool = False,
         is_mtp: bool = False,
     ) -> None:
         self._function = function
         self._keep_graph = keep_graph
+        self._delayed = delayed
+        self._pending: Pending = []
         self.layer_state = layer_state
         self.chunk_state = chunk_state
         self.is_first_layer = is_first_layer
@@ -131,7 +139,11 @@ class Node:
             arguments.append(tensor)
         self._slots = tuple(slots)
         self._entered = tuple(StorageWeakRef(t.untyped_storage()) for t in arguments if t is not None)
+        if self._delayed is not None:
+            self._delayed.pending = self._pending
         outputs = self._function(self, *arguments)
+        if self._delayed is not None:
+            self._delayed.pending = None
         if not isinstance(outputs, tuple):
             outputs = (outputs,)
         self._edges = tuple(_edge(output) for output in outputs)
@@ -166,11 +178,20 @@ class Node:
                 gradients.append(gradient)
         held: list[Any] = [*output_gradients, *detached_gradients]
         held += [torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in self._entered]
+        if self._delayed is not None:
+            self._delayed.pending = self._pending  # a recomputed forward runs inside the engine
         if roots:
             torch.autograd.backward(roots, gradients, retain_graph=self._keep_graph)
+        if self._delayed is not None:
+            self._delayed.pending = None
         if self._keep_graph:
             held.append(roots)
         return BackwardResult(self.take_input_gradients(), tuple(held))
+
+    def weight_gradients(self) -> list[Any]:
+        """Compute and accumulate the weight gradients that `backward` has left; returns the references to hold."""
+        assert self._delayed is not None, "the node's backward has computed them"
+        return self._delayed.accumulate(self._pending)
 
     def take_input_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """Return what the entries kept, one for each input, and forget the segment."""

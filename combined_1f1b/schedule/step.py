@@ -118,17 +118,22 @@ class Step:
         return {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.WEIGHT: self._weight,
             Kind.GATHER: lambda issue: self._driver.gather(issue.op.unit),
             Kind.FREE: lambda issue: self._driver.free(issue.op.unit),
             Kind.REDUCE: self._reduce,
             Kind.BEGIN_BACKWARD: lambda _issue: self._driver.begin_backward(),
         }
 
+    def open(self) -> None:
+        """Before the first op: prepare the modules."""
+        self._chunk.begin_iteration()
+
     def close(self) -> None:
         """Leave the no_sync context and put the modules' own state back, after the last op as after a failure."""
         self._unsynchronised.close()
         self._microbatches.clear()
-        self._chunk.reset_module_state()
+        self._chunk.end_iteration()
 
     def _needs_shared_weights(self) -> bool:
         """Whether several nodes use a weight, so that its contributions have to be held together (`shared_weights.py`).
@@ -168,6 +173,17 @@ class Step:
             with self._gradients_kept_apart(issue.index):
                 microbatch.gradients, held = node.backward(microbatch.gradients)
             return held
+        finally:
+            nvtx_range_pop(op.name)
+
+    def _weight(self, issue: Issue) -> Any:
+        op = issue.op
+        node = self._microbatches[op.microbatch].node((op.stage, op.part))
+        self._synchronise_gradients(op.microbatch)
+        nvtx_range_push(op.name)
+        try:
+            with self._autocast(), self._gradients_kept_apart(issue.index):
+                return node.weight_gradients()
         finally:
             nvtx_range_pop(op.name)
 

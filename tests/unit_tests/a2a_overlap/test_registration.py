@@ -117,7 +117,6 @@ REFUSED = {
     "mtp_num_layers": 2,
     "fp8": "hybrid",
     "fp4": "e2m1",
-    "delay_wgrad_compute": True,
     "overlap_dispatch_backward_with_experts_wgrad": True,
     "cuda_graph_impl": "local",
     "cpu_offloading": True,
@@ -148,10 +147,19 @@ def test_recomputing_the_whole_moe_layer_is_refused():
         combined_1f1b.enable(config)
 
 
+def test_fused_operators_of_transformer_engine_are_refused_with_delayed_weight_gradients():
+    config = TransformerConfig(**ALONE)
+    config.use_transformer_engine_op_fuser = True
+    combined_1f1b.enable(config)
+    config.delay_wgrad_compute = True
+    with pytest.raises(ConfigError, match="use_transformer_engine_op_fuser=True"):
+        combined_1f1b.enable(config)
+
+
 def test_the_list_of_refusals_is_tested_whole():
     from combined_1f1b.config import REFUSED_FLAGS
 
-    assert set(REFUSED_FLAGS) == {*REFUSED, "recompute_modules"}
+    assert set(REFUSED_FLAGS) == {*REFUSED, "recompute_modules", "use_transformer_engine_op_fuser"}
 
 
 def test_settings_that_need_the_flag_are_refused_without_it():

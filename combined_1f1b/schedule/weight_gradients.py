@@ -1,0 +1,168 @@
+"""Weight gradients that a backward leaves for later, so that the plan can put them beside an all-to-all.
+
+    B{m}.L{i}.experts   input gradients only; each linear leaves (input, output gradient, weight) behind
+    W{m}.L{i}.experts   the products, then autograd's own accumulation: in `.grad`, with every hook on the weight
+
+Transformer Engine's modules keep such a queue of their own and assign `.grad` when it is emptied, which loses what was
+there and fires no hook: what they assign is taken off and accumulated in the same way. Megatron's local linears have no
+queue, and torch's split of a backward (`torch.distributed.pipelining`) cannot take their autograd Function apart, so
+they run one of ours while a node with delayed weight gradients runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+
+from combined_1f1b.errors import ConfigError
+
+_custom_forward = partial(torch.amp.custom_fwd, device_type="cuda")
+_custom_backward = partial(torch.amp.custom_bwd, device_type="cuda")
+
+
+class _Pending(NamedTuple):
+    """One linear's weight gradient that is still to be computed."""
+
+    entered: torch.Tensor
+    output_gradient: torch.Tensor
+    weight: torch.nn.Parameter
+
+
+Pending = list[_Pending]
+"""What one node of one micro-batch has left for its W op, in the order of its backward."""
+
+
+class _SplitLinear(torch.autograd.Function):
+    """entered @ weight.t() + bias, in the operators of Megatron's local linear, without the weight's gradient.
+
+    entered: [..., input size]; weight: [output size, input size]; bias: [output size] or None. The weight is no input
+    of the graph: an undefined gradient would still fire the hooks on it. The anchor requires a gradient when nothing
+    else does, so that the backward runs.
+    """
+
+    @staticmethod
+    @_custom_forward
+    def forward(
+        ctx: Any,
+        entered: torch.Tensor,
+        bias: torch.Tensor | None,
+        _anchor: torch.Tensor | None,
+        held: tuple[Pending, torch.nn.Parameter],
+    ) -> torch.Tensor:
+        ctx.pending, ctx.weight = held
+        weight = ctx.weight.detach()
+        ctx.save_for_backward(entered, weight)
+        ctx.has_bias = bias is not None
+        output = torch.matmul(entered, weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    @_custom_backward
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        entered, weight = ctx.saved_tensors
+        entered_gradient = gradient.matmul(weight) if ctx.needs_input_grad[0] else None
+        flat_gradient, flat_entered = prepare_input_tensors_for_wgrad_compute(gradient, entered)
+        ctx.pending.append(_Pending(flat_entered, flat_gradient, ctx.weight))
+        return entered_gradient, flat_gradient.sum(dim=0) if ctx.has_bias else None, None, None
+
+
+class DelayedWeights:
+    """The delayed weight gradients of one part of a layer, for all micro-batches.
+
+    Args:
+        modules: the part's modules.
+
+    Attributes:
+        pending: the list of the node that runs now, or None outside of such nodes: linears then run as they are.
+
+    Raises:
+        ConfigError: a local linear whose weight gradient cannot be taken apart.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self.pending: Pending | None = None
+        self._queued: list[Any] = []
+        self._split: list[tuple[torch.nn.Module, Callable[..., torch.Tensor]]] = []
+        for module in modules:
+            if getattr(module, "wgrad_store", None) is not None:
+                self._queued.append(module)
+            elif isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                _check_local(module)
+                self._split.append((module, self._splitting(module._forward_impl)))
+
+    def begin(self) -> None:
+        """Let the local linears run our Function, until `reset`."""
+        for module, linear in self._split:
+            vars(module)["_forward_impl"] = linear
+
+    def reset(self) -> None:
+        """Give the linears their own forward back, and empty what a failure has left in modules' own queues."""
+        self.pending = None
+        for module, _ in self._split:
+            vars(module).pop("_forward_impl", None)
+        for module in self._queued:
+            while module.wgrad_store.context is not None and not module.wgrad_store.context.empty():
+                module.wgrad_store.context.get()
+
+    def accumulate(self, pending: Pending) -> list[Any]:
+        """Compute what a node has left and accumulate it as a backward does.
+
+        Returns:
+            What was read, for the caller to hold until the lane that allocated it has caught up.
+        """
+        held: list[Any] = [*pending]
+        weights = [left.weight for left in pending]
+        gradients = [left.output_gradient.t().matmul(left.entered) for left in pending]
+        pending.clear()
+        for module in self._queued:
+            if module.wgrad_store.context.empty():  # frozen, or no token came this way
+                continue
+            held.append(module.wgrad_store.context.queue[0])
+            parameters = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
+            before = [parameter.grad for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+            module.backward_dw()
+            for parameter, gradient in zip(parameters, before, strict=True):
+                # Megatron's DDP may have taken it already, in a hook of the module's.
+                if parameter.grad is not None:
+                    weights.append(parameter)
+                    gradients.append(parameter.grad)
+                parameter.grad = gradient
+        if weights:
+            torch.autograd.backward(weights, gradients)
+        return held
+
+    def _splitting(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def linear(
+            input: torch.Tensor,  # noqa: A002  Megatron passes it by this name
+            weight: torch.nn.Parameter,
+            bias: torch.Tensor | None,
+            **options: Any,
+        ) -> torch.Tensor:
+            pending = self.pending
+            if pending is None or not weight.requires_grad:
+                return plain(input=input, weight=weight, bias=bias, **options)
+            anchor = None if input.requires_grad else torch.empty(0, device="cpu", requires_grad=True)
+            return _SplitLinear.apply(input, bias, anchor, (pending, weight))
+
+        return linear
+
+
+def _check_local(module: Any) -> None:
+    if module.gradient_accumulation_fusion:
+        raise ConfigError.of(
+            "gradient_accumulation_fusion", True, "a local layer's fused weight gradient cannot be delayed",
+            "use gradient_accumulation_fusion=False, delay_wgrad_compute=False, or Transformer Engine's layers",
+        )  # fmt: skip
+    if module.tp_group is not None and module.tp_group.size() > 1:
+        raise ConfigError.of(
+            "tensor_model_parallel_size", module.tp_group.size(),
+            "a local layer's weight gradient cannot be delayed past its collectives",
+            "use tensor_model_parallel_size=1, delay_wgrad_compute=False, or Transformer Engine's layers",
+        )  # fmt: skip
