@@ -75,7 +75,7 @@ def activate() -> Iterator[torch.device]:
 
 @contextlib.contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Call `observer` with every `StreamStep` while the block lasts; it replaces an observer that is there already.
+    """Call `observer` with every `StreamStep` while the block lasts, after the observers that are there already.
 
     Raises:
         RuntimeError: the host device is not active.
@@ -83,8 +83,9 @@ def observing(observer: Observer) -> Iterator[None]:
     state = active_state()
     if state is None:
         raise RuntimeError("the host device is not active: use `with combined_1f1b.host.activate():`")
-    previous, state.observer = state.observer, observer
+    state.observers.append(observer)
     try:
         yield
     finally:
-        state.observer = previous
+        # The last equal one is this block's: blocks need not end in the order in which they began.
+        del state.observers[len(state.observers) - 1 - state.observers[::-1].index(observer)]

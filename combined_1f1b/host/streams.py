@@ -2,7 +2,7 @@
 
 Nothing here runs anything. Work on CPU tensors happens at once, in the order in which it is issued, whatever stream is
 current; so a missing wait does no harm here. What the objects keep is identity (which stream, which event, recorded
-where), and every step is reported to the observer of `StreamState`, from which rules about captures, replays and races
+where), and every step is reported to the observers of `StreamState`, from which rules about captures, replays and races
 can be checked without touching this file.
 
 The CPU autograd engine runs a node's backward on whatever stream is current at that moment, where CUDA would switch to
@@ -42,13 +42,13 @@ class StreamState:
 
     Attributes:
         device_count: how many devices torch.cuda reports (only their numbers exist).
-        observer: called with every `StreamStep`; None costs nothing.
+        observers: called with every `StreamStep`, in this order; having none costs nothing.
     """
 
     def __init__(self, *, device_count: int = 1) -> None:
         assert device_count >= 1
         self._device_count = device_count
-        self.observer: Observer | None = None
+        self.observers: list[Observer] = []
         self._stream_ids = itertools.count(DEFAULT_STREAM_ID + 1)
         self._event_ids = itertools.count(1)
         self._default: dict[int, HostStream] = {}
@@ -68,8 +68,10 @@ class StreamState:
         event: HostEvent | None = None,
         tensor: torch.Tensor | None = None,
     ) -> None:
-        if self.observer is not None:
-            self.observer(StreamStep(step=step, stream=stream, event=event, tensor=tensor))
+        if self.observers:
+            reported = StreamStep(step=step, stream=stream, event=event, tensor=tensor)
+            for observer in tuple(self.observers):
+                observer(reported)
 
     def index_of(self, device: Any = None) -> int:
         """The device index that a `device` argument of torch.cuda means; None, -1 and CPU mean the current one."""

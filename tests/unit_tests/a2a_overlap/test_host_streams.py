@@ -194,14 +194,14 @@ class TestObserver:
         assert steps[3].event is steps[5].event is event
         assert steps[8].tensor is tensor
 
-    def test_blocks_nest_and_end(self):
+    def test_several_observers_hear_every_step(self):
         outer, inner = [], []
         with host.observing(outer.append):
             with host.observing(inner.append):
                 torch.cuda.synchronize()
             torch.cuda.synchronize()
         torch.cuda.synchronize()
-        assert (len(outer), len(inner)) == (1, 1)
+        assert (len(outer), len(inner)) == (2, 1)
 
     def test_backward_runs_on_the_stream_that_is_current(self):
         # The CPU engine does not return to the forward's stream as CUDA's would; the host device must not pretend.
