@@ -73,11 +73,13 @@ def check_hooks(model: Any, inner: GPTModel) -> None:
 
     Raises:
         UnsupportedModelError: a hook on a module whose own forward or backward does not run.
+        ConfigError: the data-parallel wrapper would reduce weight gradients before they exist.
     """
     wrapper, gathers = model, False
     while wrapper is not inner:
         gathers = gathers or bool(getattr(wrapper, "remove_forward_pre_hook_handles", None))
         _check_hooks(wrapper, _HOOKS)
+        _check_fused_accumulation(wrapper, inner.config)
         wrapper = wrapper.module
     # Megatron's overlapped parameter gather hooks every module; where it matters, on modules that do run.
     names = _HOOKS if gathers else _HOOKS + _PRE_HOOKS
@@ -124,6 +126,18 @@ def _check_hooks(module: torch.nn.Module, names: tuple[str, ...]) -> None:
         if getattr(module, name):
             kind = name.strip("_").replace("_", " ")
             raise _unsupported(module, f"has {kind}, which the schedule would not call: it runs the parts inside")
+
+
+def _check_fused_accumulation(wrapper: Any, config: Any) -> None:
+    ddp_config = getattr(wrapper, "ddp_config", None)
+    fused = config.delay_wgrad_compute and config.gradient_accumulation_fusion
+    if fused and not getattr(ddp_config, "delay_wgrad_compute", True):
+        raise ConfigError.of(
+            "ddp_config.delay_wgrad_compute",
+            False,
+            "fused weight gradients that are delayed fire no hook of their own",
+            "use DistributedDataParallelConfig(delay_wgrad_compute=True)",
+        )
 
 
 def _unsupported(module: torch.nn.Module, reason: str) -> UnsupportedModelError:

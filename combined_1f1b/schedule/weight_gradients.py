@@ -3,10 +3,12 @@
     B{m}.L{i}.experts   input gradients only; each linear leaves (input, output gradient, weight) behind
     W{m}.L{i}.experts   the products, then autograd's own accumulation: in `.grad`, with every hook on the weight
 
-Transformer Engine's modules keep such a queue of their own and assign `.grad` when it is emptied, which loses what was
-there and fires no hook: what they assign is taken off and accumulated in the same way. Megatron's local linears have no
-queue, and torch's split of a backward (`torch.distributed.pipelining`) cannot take their autograd Function apart, so
-they run one of ours while a node with delayed weight gradients runs.
+Transformer Engine's modules keep such a queue of their own. Emptying it assigns `.grad`, which loses what was there and
+fires no hook: what they assign is taken off and accumulated in the same way. Their backward still returns something
+for the weights, from the grouped linear a buffer that is not filled yet, which must reach neither `.grad` nor a hook:
+autograd sees aliases of the weights. Megatron's local linears have no queue, and torch's split of a backward
+(`torch.distributed.pipelining`) cannot take their autograd Function apart, so they run one of ours while a node with
+delayed weight gradients runs.
 """
 
 from __future__ import annotations
@@ -71,6 +73,19 @@ class _SplitLinear(torch.autograd.Function):
         return entered_gradient, flat_gradient.sum(dim=0) if ctx.has_bias else None, None, None
 
 
+class _Aliases(torch.autograd.Function):
+    """Aliases of weights that require a gradient and drop it."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(weight.detach() for weight in weights)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        return None, *[None] * len(gradients)
+
+
 class DelayedWeights:
     """The delayed weight gradients of one part of a layer, for all micro-batches.
 
@@ -87,26 +102,28 @@ class DelayedWeights:
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.pending: Pending | None = None
         self._queued: list[Any] = []
-        self._split: list[tuple[torch.nn.Module, Callable[..., torch.Tensor]]] = []
+        self._replacements: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = []
         for module in modules:
-            if getattr(module, "wgrad_store", None) is not None:
+            if _has_queue(module):
                 self._queued.append(module)
+                if not module.fuse_wgrad_accumulation:  # which returns nothing for the weights
+                    self._replacements.append((module, "forward", self._on_aliases(module, module.forward)))
             elif isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 _check_local(module)
-                self._split.append((module, self._splitting(module._forward_impl)))
+                self._replacements.append((module, "_forward_impl", self._splitting(module._forward_impl)))
 
     def begin(self) -> None:
-        """Let the local linears run our Function, until `reset`."""
-        for module, linear in self._split:
-            vars(module)["_forward_impl"] = linear
+        """Replace the linears' forwards, until `reset`."""
+        for module, name, replacement in self._replacements:
+            vars(module)[name] = replacement
 
     def reset(self) -> None:
         """Give the linears their own forward back, and empty what a failure has left in modules' own queues."""
         self.pending = None
-        for module, _ in self._split:
-            vars(module).pop("_forward_impl", None)
+        for module, name, _ in self._replacements:
+            vars(module).pop(name, None)
         for module in self._queued:
-            while module.wgrad_store.context is not None and not module.wgrad_store.context.empty():
+            while not module.wgrad_store.context.empty():
                 module.wgrad_store.context.get()
 
     def accumulate(self, pending: Pending) -> list[Any]:
@@ -123,7 +140,7 @@ class DelayedWeights:
             if module.wgrad_store.context.empty():  # frozen, or no token came this way
                 continue
             held.append(module.wgrad_store.context.queue[0])
-            parameters = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
+            parameters = list(_delayed_parameters(module).values())
             before = [parameter.grad for parameter in parameters]
             for parameter in parameters:
                 parameter.grad = None
@@ -137,6 +154,21 @@ class DelayedWeights:
         if weights:
             torch.autograd.backward(weights, gradients)
         return held
+
+    def _on_aliases(self, module: torch.nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*arguments: Any, **options: Any) -> Any:
+            weights = _delayed_parameters(module)
+            if self.pending is None or not weights:
+                return plain(*arguments, **options)
+            anchor = torch.empty(0, device="cpu", requires_grad=True)
+            aliases = _Aliases.apply(anchor, *[weight.detach() for weight in weights.values()])
+            module._parameters.update(zip(weights, aliases, strict=True))
+            try:
+                return plain(*arguments, **options)
+            finally:
+                module._parameters.update(weights)
+
+        return forward
 
     def _splitting(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def linear(
@@ -152,6 +184,20 @@ class DelayedWeights:
             return _SplitLinear.apply(input, bias, anchor, (pending, weight))
 
         return linear
+
+
+def _has_queue(module: torch.nn.Module) -> bool:
+    store = getattr(module, "wgrad_store", None)
+    return store is not None and store.delay_wgrad_compute()
+
+
+def _delayed_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters whose gradients Transformer Engine's queue brings: it marks them for Megatron's DDP."""
+    return {
+        name: parameter
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad and getattr(parameter, "skip_backward_post_hook", False)
+    }
 
 
 def _check_local(module: Any) -> None:

@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 SEQUENCE = 8
 BATCH = 2
@@ -76,12 +76,15 @@ def build(
     post_process: bool = True,
     vp_stage: int | None = None,
     share_embeddings_and_output_weights: bool = False,
+    use_transformer_engine: bool = False,
     **changes: Any,
 ) -> torch.nn.Module:
     """A GPTModel of hidden 16, 4 experts, 2 layers and vocabulary 32; in 16 bits it comes in a Float16Module."""
-    config = TransformerConfig(**{**BASE, **changes})
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
-    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
+    kind = MLATransformerConfig if changes.get("multi_latent_attention") else TransformerConfig
+    config = kind(**{**BASE, **changes})
+    engine = {"use_transformer_engine": use_transformer_engine}
+    spec = get_gpt_decoder_block_spec(config, vp_stage=vp_stage, **engine)
+    mtp = get_gpt_mtp_block_spec(config, spec, **engine) if config.mtp_num_layers else None
     seed(11)
     model = GPTModel(
         config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from test_parity_mfsdp import assert_same_sharded, train_sharded
 import combined_1f1b
 from combined_1f1b.errors import ConfigError
 from combined_1f1b.schedule import weight_gradients
+from combined_1f1b.schedule.node import Node
 from combined_1f1b.schedule.ops import Kind
 
 DELAYED = {"delay_wgrad_compute": True, "overlap_moe_expert_parallel_comm": True}
@@ -176,3 +178,94 @@ def test_fused_accumulation_of_local_layers_is_refused():
             module.gradient_accumulation_fusion = True
     with pytest.raises(ConfigError, match="gradient_accumulation_fusion=True"):
         run(model)
+
+
+class Store:
+    """What Transformer Engine's WeightGradStore is to the outside."""
+
+    def __init__(self) -> None:
+        self.context: queue.Queue[Any] = queue.Queue()
+
+    def delay_wgrad_compute(self) -> bool:
+        return True
+
+
+class QueuedLinear(torch.nn.Module):
+    """A stand-in with the habits of Transformer Engine's grouped linear, which needs a GPU.
+
+    Its backward returns a buffer that is not filled yet; emptying the queue assigns `.grad`.
+    """
+
+    fuse_wgrad_accumulation = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+        self.weight.skip_backward_post_hook = True
+        self.wgrad_store = Store()
+
+    def forward(self, entered: torch.Tensor) -> torch.Tensor:
+        store = self.wgrad_store
+
+        class Linear(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, entered: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+                ctx.save_for_backward(entered, weight)
+                return entered @ weight.t()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                entered, weight = ctx.saved_tensors
+                store.context.put([[entered, gradient]])
+                return gradient @ weight, torch.full_like(weight, torch.nan)
+
+        return Linear.apply(entered, self.weight)
+
+    def backward_dw(self) -> None:
+        ((entered, gradient),) = self.wgrad_store.context.get()
+        self.weight.grad = gradient.t() @ entered
+
+
+def two_micro_batches_through(module: QueuedLinear, seen: list[torch.Tensor]) -> torch.Tensor:
+    module.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    delayed = weight_gradients.DelayedWeights([module])
+    delayed.begin()
+    nodes = [
+        Node(lambda _node, tensor: module(tensor), layer_state=None, chunk_state=None, delayed=delayed)
+        for _ in range(2)
+    ]
+    entered = [torch.full((4, 3), 1.0 + index, requires_grad=True) for index in range(2)]
+    for node, tensor in zip(nodes, entered, strict=True):
+        node.forward((tensor,))
+    for node in nodes:
+        node.backward((torch.ones(4, 2),))
+        node.weight_gradients()
+    delayed.reset()
+    return module.weight.grad
+
+
+@pytest.mark.world_size(1)
+def test_what_a_queue_assigns_is_accumulated_and_its_unfilled_buffers_reach_nobody():
+    seen: list[torch.Tensor] = []
+    module = QueuedLinear()
+    assert torch.equal(two_micro_batches_through(module, seen), torch.full((2, 3), 4.0 * (1.0 + 2.0)))
+    assert [gradient[0, 0].item() for gradient in seen] == [4.0, 8.0]
+    assert "forward" not in vars(module)
+
+
+@pytest.mark.world_size(1)
+def test_mutation_without_aliases_the_unfilled_buffers_reach_the_hooks(monkeypatch):
+    monkeypatch.setattr(weight_gradients.DelayedWeights, "_on_aliases", lambda self, module, plain: plain)
+    seen: list[torch.Tensor] = []
+    two_micro_batches_through(QueuedLinear(), seen)
+    assert any(gradient.isnan().any() for gradient in seen)
+
+
+@pytest.mark.world_size(1)
+def test_a_queue_is_emptied_after_a_failure():
+    module = QueuedLinear()
+    delayed = weight_gradients.DelayedWeights([module])
+    delayed.begin()
+    module.wgrad_store.context.put("left by a failed iteration")
+    delayed.reset()
+    assert module.wgrad_store.context.empty()
