@@ -1,4 +1,4 @@
-"""The command line: train and compare under torchrun; plan, simulate and doctor anywhere.
+"""The command line: train, compare and bench under torchrun; plan, simulate and doctor anywhere.
 
 A mistake of the user is one line on stderr and exit code 2; a comparison that finds a difference exits with 1. Under
 torchrun every rank finds the same mistake: rank 0 says it, and the others hold back for a moment.
@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 
+from combined_1f1b.bench.arguments import add_bench_command
 from combined_1f1b.errors import OverlapError
 
 USER_ERROR = 2
@@ -27,6 +28,7 @@ examples:
   torchrun --nproc-per-node 2 -m combined_1f1b train --config examples/tiny_moe.yaml training.train_iters=100
   python -m combined_1f1b plan --layers 4 --microbatches 4 --sharded --draw plan.svg
   python -m combined_1f1b simulate --layers 4 --microbatches 8
+  python -m combined_1f1b bench --preset tiny
   python -m combined_1f1b doctor
 """
 
@@ -63,6 +65,12 @@ def _simulate(arguments: argparse.Namespace) -> int:
     from combined_1f1b.training.plans import show_simulation
 
     return show_simulation(arguments)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from combined_1f1b.bench.command import bench
+
+    return bench(arguments)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:  # noqa: ARG001 - every command takes the parsed arguments
@@ -127,6 +135,8 @@ def build_parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser("simulate", help="Estimate what a plan hides, without running anything")
     _add_shape_flags(simulate)
     simulate.set_defaults(run=_simulate)
+
+    add_bench_command(commands, _bench)
 
     doctor = commands.add_parser("doctor", help="Say what is installed here and what it means")
     doctor.set_defaults(run=_doctor)

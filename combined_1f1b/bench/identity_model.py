@@ -5,7 +5,7 @@
 
 The detaches and the two additions are what the graph of a real mixture-of-experts layer needs, so that every gradient
 which a node passes on exists; tensors are empty ([0]), so the additions reach no kernel. Both schedules run these same
-functions in place of `build_layer_callables`.
+functions in place of what `build_layer_callables` makes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.fine_grained_callables import build_transformer_layer_callables
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 # A dropless dispatcher's attributes between dispatch and combine.
 _DISPATCHER_STATE = (
@@ -34,8 +38,8 @@ _DISPATCHER_STATE = (
 )
 
 
-def build_identity_callables(_layer: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Stand in for Megatron's `build_layer_callables`."""
+def identity_callables() -> list[Any]:
+    """The five callables of a layer, in Megatron's order."""
 
     def attention(node: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         node.layer_state.residual = node.detach(hidden)
@@ -52,7 +56,18 @@ def build_identity_callables(_layer: Any) -> tuple[list[Any], dict[str, Any]]:
         residual, node.layer_state.residual = node.layer_state.residual, None
         return output + residual
 
-    return [attention, dispatch, experts, combine, None], {}
+    return [attention, dispatch, experts, combine, None]
+
+
+def build_callables(layer: IdentityLayer) -> tuple[list[Any], dict[str, Any]]:
+    """Stand in for Megatron's `build_layer_callables`: do its work, and give the identity functions instead."""
+    build_transformer_layer_callables(layer)
+    return identity_callables(), {}
+
+
+def reuse_callables(layer: IdentityLayer) -> tuple[list[Any], dict[str, Any]]:
+    """Stand in for a `build_layer_callables` that costs nothing."""
+    return layer.ready_callables, {}
 
 
 def layer_metadata(_layer: Any) -> tuple[bool, int]:
@@ -60,17 +75,33 @@ def layer_metadata(_layer: Any) -> tuple[bool, int]:
     return True, 8
 
 
-class IdentityLayer(torch.nn.Module):
-    """What the schedules look at in a layer."""
+class _IdentityExperts(MoELayer):
+    """A MoELayer without its parts, which need process groups."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.use_shared_expert = False
+        self.token_dispatcher = SimpleNamespace(**dict.fromkeys(_DISPATCHER_STATE))
+
+
+class _IdentityAttention(torch.nn.Module):
+    def backward_dw(self) -> None:
+        """No weights."""
+
+
+class IdentityLayer(TransformerLayer):
+    """What the schedules look at in a layer; a TransformerLayer without its parts, which need process groups."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
+        torch.nn.Module.__init__(self)
         self.config = config
-        self.mlp = torch.nn.Module()
-        self.mlp.token_dispatcher = SimpleNamespace(**dict.fromkeys(_DISPATCHER_STATE))  # type: ignore[assignment]
+        self.is_moe_layer = True
+        self.mlp = _IdentityExperts()
+        self.self_attention = _IdentityAttention()
+        self.ready_callables = identity_callables()
 
     def get_inner_quantization_context(self) -> AbstractContextManager[None]:
-        """As Megatron's layer without fp8."""
+        """As in a layer without fp8."""
         return nullcontext()
 
 
@@ -81,6 +112,7 @@ class IdentityModel(torch.nn.Module):
         num_layers: identical layers of the decoder.
     """
 
+    forward = GPTModel.forward  # its signature is used, never its body: the schedules run the parts
     pre_process = True
     post_process = True
     share_embeddings_and_output_weights = False
@@ -106,25 +138,6 @@ class IdentityModel(torch.nn.Module):
 
     def set_input_tensor(self, _tensors: Any) -> None:
         """There is no pipeline."""
-
-    def forward(
-        self,
-        input_ids: Any,
-        position_ids: Any = None,
-        attention_mask: Any = None,
-        decoder_input: Any = None,
-        labels: Any = None,
-        packed_seq_params: Any = None,
-        runtime_gather_output: Any = None,
-        loss_mask: Any = None,
-        padding_mask: Any = None,
-        output_processor: Any = None,
-        output_processor_context: Any = None,
-        extra_block_kwargs: Any = None,
-        inference_context: Any = None,
-    ) -> torch.Tensor:
-        """Only its signature is used: the schedules run the parts."""
-        raise AssertionError("the schedules run the parts")
 
     def _preprocess(self, **_arguments: Any) -> tuple[Any, ...]:
         return self.weight + self.weight, None, None, None, None, None

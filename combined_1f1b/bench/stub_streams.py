@@ -77,6 +77,10 @@ class _CountingEngine:
         return self._engine.run_backward(*arguments, **options)
 
 
+def _nothing(*_arguments: Any) -> None:
+    return None
+
+
 _REASON = "measures the schedule's own host cost, without a device"
 
 
@@ -96,10 +100,10 @@ def stub_streams() -> Iterator[tuple[StubStream, StubStream]]:
         (
             _patch(torch.cuda, "Event", StubEvent),
             _patch(torch.cuda, "stream", StubStreamContext),
-            _patch(torch.cuda, "set_stream", lambda stream: None),
-            _patch(torch.cuda, "current_stream", lambda device=None: compute),
+            _patch(torch.cuda, "set_stream", _nothing),
+            _patch(torch.cuda, "current_stream", lambda _device=None: compute),
             _patch(torch.cuda, "is_current_stream_capturing", lambda: False),
-            _patch(torch.Tensor, "record_stream", lambda tensor, stream: None),
+            _patch(torch.Tensor, "record_stream", _nothing),
             _patch(pipeline_utils, "_COMM_STREAM", communication),
         )
     )
