@@ -11,6 +11,7 @@ import torch
 from combined_1f1b.host.autocast import autocast_patches
 from combined_1f1b.host.collectives import collective_patches
 from combined_1f1b.host.cuda import cuda_patches
+from combined_1f1b.host.graphs import graph_patches
 from combined_1f1b.host.patch import AppliedPatches, Patch
 from combined_1f1b.host.random import quiet_generator_watchers
 from combined_1f1b.host.steps import Observer
@@ -38,7 +39,13 @@ class _Activation(StreamState):
 
 def patches(state: StreamState) -> tuple[Patch, ...]:
     """Everything that `activate` replaces, as data."""
-    return (*cuda_patches(state), *tensor_patches(state), *autocast_patches(), *collective_patches())
+    return (
+        *cuda_patches(state),
+        *tensor_patches(state),
+        *autocast_patches(),
+        *collective_patches(),
+        *graph_patches(state),
+    )
 
 
 def is_active() -> bool:

@@ -105,7 +105,6 @@ def cuda_patches(state: StreamState) -> tuple[Patch, ...]:
             get_device_capability=_capability,
             is_bf16_supported=_yes,
         ),
-        *table(cuda, "nothing is captured on the host device", is_current_stream_capturing=_no),
         *table(
             cuda,
             "random operators on CPU tensors draw from the CPU generator, so that is what the CUDA generators are",

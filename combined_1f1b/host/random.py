@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
+from combined_1f1b.host.streams import active_state
+
 # Loggers that watch whether "CPU" draws happen inside a "CUDA" random context. Both are one generator here, so they
 # would warn at every dropout.
 _WATCHING_LOGGERS = (
@@ -20,6 +22,12 @@ _WATCHING_LOGGERS = (
     "megatron.core.distributed.fsdp.src.megatron_fsdp.utils",
 )
 _WATCHING_MESSAGE = "CPU RNG state changed within GPU RNG context"
+
+
+def _assert_not_capturing(call: str) -> None:
+    """As in CUDA, a capture may swap graph-safe states but neither read nor set their values."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"Cannot call CUDAGeneratorImpl::{call} during CUDA graph capture.")
 
 
 class HostGeneratorState(torch.Generator):
@@ -32,7 +40,7 @@ class HostGeneratorState(torch.Generator):
         """A new state with the values that are live now."""
         state = cls()
         state._default = default
-        state._store(default.get_state())
+        state._store(torch.default_generator.get_state())
         return state
 
     def _store(self, values: torch.Tensor) -> None:
@@ -50,9 +58,11 @@ class HostGeneratorState(torch.Generator):
         return self._default.device
 
     def get_state(self) -> torch.Tensor:
+        _assert_not_capturing("current_seed")
         return torch.default_generator.get_state() if self._is_live else super().get_state()
 
     def set_state(self, new_state: torch.Tensor) -> HostGeneratorState:
+        _assert_not_capturing("set_current_seed")
         if self._is_live:
             torch.default_generator.set_state(new_state)
         else:
@@ -60,6 +70,7 @@ class HostGeneratorState(torch.Generator):
         return self
 
     def manual_seed(self, seed: int) -> HostGeneratorState:
+        _assert_not_capturing("set_current_seed")
         if self._is_live:
             torch.default_generator.manual_seed(seed)
         else:
@@ -67,9 +78,11 @@ class HostGeneratorState(torch.Generator):
         return self
 
     def seed(self) -> int:
+        _assert_not_capturing("set_current_seed")
         return torch.default_generator.seed() if self._is_live else super().seed()
 
     def initial_seed(self) -> int:
+        _assert_not_capturing("current_seed")
         return torch.default_generator.initial_seed() if self._is_live else super().initial_seed()
 
     def clone_state(self) -> HostGeneratorState:
@@ -96,20 +109,25 @@ class HostDefaultGenerator(torch.Generator):
         return torch.device("cuda", torch.cuda.current_device())
 
     def get_state(self) -> torch.Tensor:
+        _assert_not_capturing("current_seed")
         return torch.default_generator.get_state()
 
     def set_state(self, new_state: torch.Tensor) -> HostDefaultGenerator:
+        _assert_not_capturing("set_current_seed")
         torch.default_generator.set_state(new_state)
         return self
 
     def manual_seed(self, seed: int) -> HostDefaultGenerator:
+        _assert_not_capturing("set_current_seed")
         torch.default_generator.manual_seed(seed)
         return self
 
     def seed(self) -> int:
+        _assert_not_capturing("set_current_seed")
         return torch.default_generator.seed()
 
     def initial_seed(self) -> int:
+        _assert_not_capturing("current_seed")
         return torch.default_generator.initial_seed()
 
     def clone_state(self) -> HostGeneratorState:
@@ -121,6 +139,9 @@ class HostDefaultGenerator(torch.Generator):
         return self.live
 
     def graphsafe_set_state(self, state: HostGeneratorState) -> HostDefaultGenerator:
+        host = active_state()
+        if host is not None and host.recording is not None:
+            host.recording.swap(state)
         outgoing = self.graphsafe_get_state()
         if outgoing is not state:
             outgoing._store(torch.default_generator.get_state())

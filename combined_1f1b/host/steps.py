@@ -19,9 +19,11 @@ class Step(enum.StrEnum):
     STREAM_CREATED = "stream created"
     STREAM_SWITCHED = "stream switched"
     STREAM_SYNCHRONIZED = "stream synchronized"
+    STREAM_QUERIED = "stream queried"
     EVENT_RECORDED = "event recorded"
     EVENT_AWAITED = "event awaited"
     EVENT_SYNCHRONIZED = "event synchronized"
+    EVENT_QUERIED = "event queried"
     DEVICE_SYNCHRONIZED = "device synchronized"
     TENSOR_RECORDED = "tensor recorded"
 
@@ -33,7 +35,7 @@ class StreamStep:
     Attributes:
         step: what happened.
         stream: the stream that it happened on; for STREAM_SWITCHED the one that is current from now on.
-        event: the event that was recorded, awaited or synchronized.
+        event: the event that was recorded, awaited, synchronized or queried.
         tensor: the tensor of a `record_stream`.
     """
 

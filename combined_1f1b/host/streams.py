@@ -2,8 +2,8 @@
 
 Nothing here runs anything. Work on CPU tensors happens at once, in the order in which it is issued, whatever stream is
 current; so a missing wait does no harm here. What the objects keep is identity (which stream, which event, recorded
-where), and every step is reported to the observers of `StreamState`, from which rules about captures, replays and races
-can be checked without touching this file.
+where), and every step is reported to the observers of `StreamState`, from which rules about captures and races are
+checked without touching this file.
 
 The CPU autograd engine runs a node's backward on whatever stream is current at that moment, where CUDA would switch to
 the stream of the node's forward. Nothing here models that switch, so a fault that depends on it is not visible.
@@ -14,12 +14,16 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from combined_1f1b.host.contexts import StreamContext
 from combined_1f1b.host.steps import Observer, Step, StreamStep
+
+if TYPE_CHECKING:
+    from combined_1f1b.host.capture import Capture, Clock
+    from combined_1f1b.host.recording import Recording
 
 # CUDA's range on current hardware: (least, greatest) priority, a smaller number being more urgent.
 PRIORITY_RANGE = (0, -5)
@@ -42,6 +46,7 @@ class StreamState:
 
     Attributes:
         device_count: how many devices torch.cuda reports (only their numbers exist).
+        recording: the recording of the graph that is being captured, or None.
         observers: called with every `StreamStep`, in this order; having none costs nothing.
     """
 
@@ -49,6 +54,8 @@ class StreamState:
         assert device_count >= 1
         self._device_count = device_count
         self.observers: list[Observer] = []
+        self.recording: Recording | None = None
+        self.pool_ids = itertools.count(1)
         self._stream_ids = itertools.count(DEFAULT_STREAM_ID + 1)
         self._event_ids = itertools.count(1)
         self._default: dict[int, HostStream] = {}
@@ -116,6 +123,9 @@ class StreamState:
     def synchronize(self, device: Any = None) -> None:
         self.report(Step.DEVICE_SYNCHRONIZED, stream=self.current_stream(device))
 
+    def is_current_stream_capturing(self) -> bool:
+        return self.recording is not None and self.current_stream() in self.recording.capture
+
     def record_tensor(self, tensor: torch.Tensor, stream: HostStream) -> None:
         """Stands for Tensor.record_stream: CPU memory is never reused by another stream, so nothing has to be kept."""
         self.report(Step.TENSOR_RECORDED, stream=stream, tensor=tensor)
@@ -139,7 +149,7 @@ def _report(
         state.report(step, stream=stream, event=event)
 
 
-def _require_active_state() -> StreamState:
+def require_active_state() -> StreamState:
     state = active_state()
     if state is None:
         raise RuntimeError("the host device is not active: use `with combined_1f1b.host.activate():`")
@@ -150,7 +160,7 @@ class HostStream:
     """Stands for torch.cuda.Stream."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
-        state = _require_active_state()
+        state = require_active_state()
         least, greatest = PRIORITY_RANGE
         self._bind(
             state,
@@ -198,7 +208,13 @@ class HostStream:
         event.record(self)
         return event
 
+    @property
+    def is_default(self) -> bool:
+        """Whether it is CUDA's legacy stream, which can neither capture nor join a capture."""
+        return self.stream_id == DEFAULT_STREAM_ID
+
     def query(self) -> bool:
+        _report(Step.STREAM_QUERIED, stream=self)
         return True
 
     def synchronize(self) -> None:
@@ -231,7 +247,7 @@ class HostExternalStream(HostStream):
     """Stands for torch.cuda.ExternalStream: a stream known by its handle."""
 
     def __init__(self, stream_ptr: int, device: Any = None, **kwargs: Any) -> None:
-        state = _require_active_state()
+        state = require_active_state()
         super().__init__(stream_id=stream_ptr, device_index=state.index_of(device), **kwargs)
 
 
@@ -241,6 +257,7 @@ class HostEvent:
     Attributes:
         event_id: number within the activation.
         stream: where it was last recorded, or None.
+        captured: the capture in which it was last recorded with the work that it stands for, or None.
     """
 
     def __init__(
@@ -250,12 +267,13 @@ class HostEvent:
         interprocess: bool = False,
         external: bool = False,
     ) -> None:
-        self.event_id = _require_active_state().next_event_id()
+        self.event_id = require_active_state().next_event_id()
         self.enable_timing = enable_timing
         self.blocking = blocking
         self.interprocess = interprocess
         self.external = external
         self.stream: HostStream | None = None
+        self.captured: tuple[Capture, Clock] | None = None
         self._seconds = 0.0
 
     @property
@@ -276,6 +294,7 @@ class HostEvent:
         _report(Step.EVENT_AWAITED, stream=waiting, event=self)
 
     def query(self) -> bool:
+        _report(Step.EVENT_QUERIED, stream=self.stream, event=self)
         return True
 
     def synchronize(self) -> None:

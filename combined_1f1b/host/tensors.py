@@ -11,6 +11,7 @@ from torch.utils import _device
 
 from combined_1f1b.host.patch import Patch
 from combined_1f1b.host.random import drawing_generator
+from combined_1f1b.host.recording import Placement
 from combined_1f1b.host.streams import StreamState
 
 CPU = torch.device("cpu")
@@ -31,24 +32,43 @@ def redirected(device: Any) -> Any:
     return device
 
 
-def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
+def _placement(device: Any) -> Placement:
+    """What a device argument means on a GPU machine. A torch.device of the CPU is a "CUDA" tensor's `device`, here."""
+    if device is None:
+        return Placement.UNNAMED
+    return Placement.HOST if isinstance(device, str) and redirected(device) is device else Placement.DEVICE
+
+
+def _factory(state: StreamState, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def factory(*args: Any, **kwargs: Any) -> Any:
+        placement = Placement.UNNAMED
         if "device" in kwargs:
+            placement = _placement(kwargs["device"])
             kwargs["device"] = redirected(kwargs["device"])
         # Page-locked memory needs a CUDA driver; pageable memory holds the same values.
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         if "generator" in kwargs:
             kwargs["generator"] = drawing_generator(kwargs["generator"])
-        return original(*args, **kwargs)
+        if state.recording is None or placement is Placement.UNNAMED:
+            return original(*args, **kwargs)
+        with state.recording.placing(placement):
+            return original(*args, **kwargs)
 
     return factory
 
 
-def _conversion(original: Callable[..., Any]) -> Callable[..., Any]:
+def _conversion(state: StreamState, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if state.recording is not None:
+            device = args[0] if args else kwargs.get("device")
+            placement = _placement(device) if isinstance(device, torch.device | str | int) else Placement.UNNAMED
+            if placement is Placement.DEVICE:
+                state.recording.copy_from_host(self, f"Tensor.to({device!r})")
+            elif placement is Placement.HOST and not kwargs.get("non_blocking"):
+                state.recording.read_on_host(self, f"Tensor.to({device!r})")
         if args:
             args = (redirected(args[0]), *args[1:])
         if "device" in kwargs:
@@ -58,9 +78,14 @@ def _conversion(original: Callable[..., Any]) -> Callable[..., Any]:
     return to
 
 
-def _cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
-    """Stands for Tensor.cuda: the tensor is where it belongs already, as a CUDA tensor would be."""
-    return self
+def _cuda(state: StreamState) -> Callable[..., torch.Tensor]:
+    def cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
+        """Stands for Tensor.cuda: the tensor is where it belongs already, as a CUDA tensor would be."""
+        if state.recording is not None:
+            state.recording.copy_from_host(self, "Tensor.cuda")
+        return self
+
+    return cuda
 
 
 def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
@@ -83,13 +108,16 @@ def _type_name(original: Callable[..., Any]) -> Callable[..., Any]:
     return type_name
 
 
-def _device_context_function(original: Callable[..., Any]) -> Callable[..., Any]:
+def _device_context_function(state: StreamState, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def __torch_function__(  # noqa: N807 - the protocol's name
         self: Any, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if self.device.type == "cuda":
-            return func(*args, **(kwargs or {}))
+            if state.recording is None or func not in _device._device_constructors():
+                return func(*args, **(kwargs or {}))
+            with state.recording.placing(Placement.DEVICE):
+                return func(*args, **(kwargs or {}))
         return original(self, func, types, args, kwargs)
 
     return __torch_function__
@@ -135,14 +163,19 @@ def tensor_patches(state: StreamState) -> tuple[Patch, ...]:
         }
     )
     factories = [
-        Patch(owner=torch, name=name, value=_factory(getattr(torch, name)), reason="factory with an explicit device")
+        Patch(
+            owner=torch,
+            name=name,
+            value=_factory(state, getattr(torch, name)),
+            reason="factory with an explicit device",
+        )
         for name in (*constructors, *_LIKE_FACTORIES)
     ]
     methods = [
         Patch(
             owner=torch.Tensor,
             name=name,
-            value=_factory(getattr(torch.Tensor, name)),
+            value=_factory(state, getattr(torch.Tensor, name)),
             reason="factory method with an explicit device",
         )
         for name in _METHOD_FACTORIES
@@ -153,7 +186,7 @@ def tensor_patches(state: StreamState) -> tuple[Patch, ...]:
         Patch(
             owner=_device.DeviceContext,
             name="__torch_function__",
-            value=_device_context_function(_device.DeviceContext.__torch_function__),
+            value=_device_context_function(state, _device.DeviceContext.__torch_function__),
             reason="`with torch.device('cuda')` and torch.set_default_device hand their device to the stock factories",
         ),
         Patch(owner=torch, name="load", value=_load(torch.load), reason="map_location may name a CUDA device"),
@@ -163,8 +196,13 @@ def tensor_patches(state: StreamState) -> tuple[Patch, ...]:
             value=_generator_class(torch.Generator),
             reason="generators made for an explicit device",
         ),
-        Patch(owner=torch.Tensor, name="to", value=_conversion(torch.Tensor.to), reason="conversion to a CUDA device"),
-        Patch(owner=torch.Tensor, name="cuda", value=_cuda, reason="conversion to a CUDA device"),
+        Patch(
+            owner=torch.Tensor,
+            name="to",
+            value=_conversion(state, torch.Tensor.to),
+            reason="conversion to a CUDA device",
+        ),
+        Patch(owner=torch.Tensor, name="cuda", value=_cuda(state), reason="conversion to a CUDA device"),
         Patch(owner=torch.Tensor, name="pin_memory", value=_pin_memory, reason="page-locking needs a CUDA driver"),
         Patch(
             owner=torch.Tensor,

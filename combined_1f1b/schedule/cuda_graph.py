@@ -145,8 +145,6 @@ class FullIterationGraph:
 
 def _check_capturable(model: torch.nn.Module) -> None:
     config = get_model_config(model)
-    if not torch.cuda.is_available():
-        raise ConfigError.of("device", "cpu", "the host device records no graphs yet", "run on a CUDA device")
     if config.num_moe_experts and not config.moe_pad_expert_input_to_capacity:
         raise ConfigError.of(
             "moe_pad_expert_input_to_capacity", False, "dropless routing copies token counts to the CPU in every layer",

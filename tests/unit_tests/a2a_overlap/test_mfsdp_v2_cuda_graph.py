@@ -63,8 +63,7 @@ def assert_same_bits(first, second):
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
-@pytest.mark.gpu
-@pytest.mark.world_size(1)
+@pytest.mark.world_size(1, 2)
 @pytest.mark.parametrize("steps", [WARMUP + 3, WARMUP + 21])
 @pytest.mark.parametrize("combined", [True, False])
 def test_ep_overlap_full_iteration_cuda_graph_matches_default_schedule(combined, steps):
@@ -72,16 +71,14 @@ def test_ep_overlap_full_iteration_cuda_graph_matches_default_schedule(combined,
     assert_same_bits(train_graphed(combined=combined, captured=True, steps=steps), reference)
 
 
-@pytest.mark.gpu
-@pytest.mark.world_size(1)
+@pytest.mark.world_size(1, 2)
 def test_dropout_draws_what_eager_iterations_draw():
     changes = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
     reference = train_graphed(combined=False, captured=False, steps=6, **changes)
     assert_same_bits(train_graphed(combined=True, captured=True, steps=6, **changes), reference)
 
 
-@pytest.mark.gpu
-@pytest.mark.world_size(1)
+@pytest.mark.world_size(1, 2)
 def test_pre_backward_is_what_makes_the_capture_legal(monkeypatch):
     """Mutation: when it does nothing, the first reduction runs on a stream outside the capture."""
     from combined_1f1b.fsdp_adapter.mfsdp_v2 import ScheduledContext
