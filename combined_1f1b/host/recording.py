@@ -5,9 +5,9 @@ tensors to go on with; so what they did to memory from before the capture is und
 and what they computed is overwritten with NaN, which only a replay turns into results.
 
 What belongs into the graph: work on "CUDA" tensors that is issued to a stream of the capture. Every tensor here is a
-CPU tensor, so the recording keeps track of those that would be CPU tensors on a GPU machine too (made without a device
-or with device="cpu", as a string): work on them is left out of the graph, as CUDA leaves it out. A tensor from before the capture
-counts as a CUDA tensor.
+CPU tensor, so the recording keeps track of those that would be CPU tensors on a GPU machine too (made without a device,
+or with the string "cpu"; a torch.device of the CPU may be that of a "CUDA" tensor). Work on them is left out of the
+graph, as CUDA leaves it out. A tensor from before the capture counts as a CUDA tensor.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -147,6 +148,8 @@ class Recording(TorchDispatchMode):
         if self._is_suspended:
             return func(*args, **kwargs)
         inputs = tensors_of((args, kwargs))
+        if any(isinstance(tensor, FakeTensor) for tensor in inputs):
+            return func(*args, **kwargs)  # DTensor asks for shapes only
         if any(type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for tensor in inputs):
             return NotImplemented  # a DTensor: it issues operations on its local tensor, and those are recorded
         if not self._is_device_work(func, inputs):
