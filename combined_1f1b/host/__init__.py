@@ -17,6 +17,7 @@ Streams and events keep identity and report what happens to them (`observing`); 
 from __future__ import annotations
 
 from combined_1f1b.host.activation import activate, is_active, observing, patches
+from combined_1f1b.host.races import RaceChecker, RaceError, checking_races
 from combined_1f1b.host.steps import Observer, Step, StreamStep
 from combined_1f1b.host.streams import HostEvent, HostStream
 
@@ -24,9 +25,12 @@ __all__ = [
     "HostEvent",
     "HostStream",
     "Observer",
+    "RaceChecker",
+    "RaceError",
     "Step",
     "StreamStep",
     "activate",
+    "checking_races",
     "is_active",
     "observing",
     "patches",

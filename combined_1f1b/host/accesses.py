@@ -1,0 +1,153 @@
+"""What operators do with memory: which tensors they read and write, and who has accessed which bytes of a storage."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+Stream = Any
+"""A HostStream, or the name of a process group for the stream that its asynchronous collectives run on."""
+
+_METADATA_ONLY = re.compile("new_.*|.*_like|set_|is_pinned")
+_SYNCHRONISING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_MASKS = (torch.bool, torch.uint8)
+
+
+class Access(NamedTuple):
+    """One operation on one stream.
+
+    Attributes:
+        number: how many operations the stream has had, with this one.
+        line: file and line that called it.
+        plan_op: the plan's op that the executor was issuing, or "".
+    """
+
+    stream: Stream
+    number: int
+    operation: str
+    line: tuple[str, int]
+    plan_op: str
+
+    def __str__(self) -> str:
+        inside = f" in {self.plan_op}" if self.plan_op else ""
+        return f"{self.operation} on {stream_name(self.stream)}{inside} ({self.line[0]}:{self.line[1]})"
+
+
+def stream_name(stream: Stream) -> str:
+    """A stream as reports call it."""
+    return f"the collectives' stream of group {stream}" if isinstance(stream, str) else repr(stream)
+
+
+class Signature:
+    """What one operator does with its tensors.
+
+    Attributes:
+        operation: the operator's name with its namespace.
+        is_collective: whether it is one of torch.distributed.
+    """
+
+    def __init__(self, operator: Any) -> None:
+        schema = operator._schema
+        namespace, _, name = schema.name.partition("::")
+        names = [argument.name for argument in schema.arguments]
+        self.operation = f"{namespace}.{name}"
+        self.is_collective = namespace == "c10d"
+        self._indexes = name == "index"
+        self._synchronises = name == "barrier" or not _SYNCHRONISING.isdisjoint(operator.tags)
+        self._async_position = names.index("async_op") if "async_op" in names else len(names)
+        if namespace == "prim" or _METADATA_ONLY.fullmatch(name):
+            kinds: list[bool | None] = [None] * len(names)
+        elif self.is_collective:
+            # The schema does not say what changes. Where there is an output, the rest is read.
+            in_place = not any(name.startswith("output") for name in names) and name not in ("send", "barrier")
+            kinds = [in_place or name.startswith("output") for name in names]
+        else:
+            aliases = [argument.alias_info for argument in schema.arguments]
+            kinds = [False if alias is None else alias.is_write or None for alias in aliases]
+        self._kinds = dict(zip(names, kinds, strict=True))
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, bool | None]]:
+        """Every tensor that was given, and whether it is written; None means neither read nor written."""
+        found = []
+        for kind, value in zip(self._kinds.values(), args, strict=False):
+            if isinstance(value, torch.Tensor):
+                found.append((value, kind))
+            elif isinstance(value, list | tuple):
+                found += [(tensor, kind) for tensor in tensors_in(value)]
+        for name, value in kwargs.items():
+            found += [(tensor, self._kinds[name]) for tensor in tensors_in(value)]
+        return found
+
+    def synchronises(self, args: tuple[Any, ...]) -> bool:
+        """Whether the host waits for its result, to return a value or to know the shape of a tensor."""
+        if self._indexes:
+            return any(tensor.dtype in _MASKS for tensor in tensors_in(args[1]))
+        return self._synchronises
+
+    def is_asynchronous(self, args: tuple[Any, ...]) -> bool:
+        """Whether a collective only begins here. Sending and receiving always do."""
+        return self.is_collective and (len(args) <= self._async_position or bool(args[self._async_position]))
+
+
+class Memory:
+    """The life of one storage's memory.
+
+    Attributes:
+        allocated_on: the stream that the memory goes back to, or None if it is not known.
+        is_host: whether it stands for memory of the host: accesses to it are the host's, in its own order.
+        recorded: streams named by `record_stream`.
+        last: shape and type of the tensor that was accessed last, or None if nothing was.
+    """
+
+    __slots__ = ("_accesses", "allocated_on", "is_host", "last", "recorded")
+
+    def __init__(self, allocated_on: Stream | None = None, *, is_host: bool = False) -> None:
+        self.allocated_on = allocated_on
+        self.is_host = is_host
+        self.recorded: set[Stream] = set()
+        self.last: tuple[torch.Size, torch.dtype] | None = None
+        # byte range -> the last write of exactly that range, and each stream's last read since
+        self._accesses: dict[tuple[int, int], tuple[Access | None, dict[Stream, Access]]] = {}
+
+    def __str__(self) -> str:
+        return "a storage" if self.last is None else f"a tensor of shape {list(self.last[0])} and {self.last[1]}"
+
+    def earlier(self, extent: tuple[int, int] | None, *, reads: bool) -> Iterator[tuple[str, Access]]:
+        """The accesses to these bytes (None: all) so far: the writes, and on request the reads."""
+        for (start, end), (write, others) in self._accesses.items():
+            if extent is None or (start < extent[1] and extent[0] < end):
+                if write is not None:
+                    yield "written", write
+                if reads:
+                    yield from (("read", read) for read in others.values())
+
+    def add(self, extent: tuple[int, int], access: Access, *, is_write: bool) -> None:
+        """Remember an access that comes after all earlier ones it had to come after."""
+        if not is_write:
+            self._accesses.setdefault(extent, (None, {}))[1][access.stream] = access
+            return
+        for covered in [key for key in self._accesses if extent[0] <= key[0] and key[1] <= extent[1]]:
+            del self._accesses[covered]
+        self._accesses[extent] = (access, {})
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in an operator's argument or result: itself, or those in its lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for element in value for tensor in tensors_in(element)]
+    return []
+
+
+def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte of its storage that a tensor uses, and the one behind the last; both 0 if it is empty."""
+    count = tensor.numel()
+    if count and not tensor.is_contiguous():
+        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    size = tensor.itemsize
+    start = tensor.storage_offset() * size if count else 0
+    return start, start + count * size
