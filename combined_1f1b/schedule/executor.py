@@ -71,7 +71,10 @@ def compile_plan(plan: Plan) -> tuple[Issue, ...]:
 
 
 def execute(plan: Plan, *, lanes: Lanes, handlers: Mapping[Kind, Handler]) -> None:
-    """Issue every op of the plan.
+    """Issue every op of the plan. The caller's stream is current again afterwards, also after a failure.
+
+    Backwards run in this thread: handing each node's backward to one of the engine's threads costs more than issuing
+    it.
 
     Args:
         plan: the iteration's plan.
@@ -81,27 +84,31 @@ def execute(plan: Plan, *, lanes: Lanes, handlers: Mapping[Kind, Handler]) -> No
     Raises:
         Exception: whatever a handler raises, unchanged, with the plan around the op as a note.
     """
-    streams, compute = lanes.streams, lanes.compute
+    streams, current = lanes.streams, lanes.compute
     events: dict[int, Any] = {}
     held: dict[int, list[Any]] = {}
-    for issue in compile_plan(plan):
-        op = issue.op
-        stream = streams[op.issue_lane]
-        for index in issue.waits:
-            stream.wait_event(events[index])
-        held.pop(issue.index, None)
-        try:
-            if stream is compute:
-                references = handlers[op.kind](issue)
-            else:
-                with torch.cuda.stream(stream):
-                    references = handlers[op.kind](issue)
-        except Exception as error:
-            error.add_note(f"while issuing op {issue.index}, {op.name}, of the plan:\n{plan.excerpt(issue.index)}")
-            raise
-        if issue.release > issue.index and references:
-            held.setdefault(issue.release, []).append(references)
-        del references  # what nothing has to hold is free before the next op allocates
-        if issue.signals:
-            events[issue.index] = stream.record_event()
+    issue = None
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            for issue in compile_plan(plan):
+                stream = streams[issue.op.issue_lane]
+                if stream is not current:
+                    torch.cuda.set_stream(stream)
+                    current = stream
+                for index in issue.waits:
+                    stream.wait_event(events[index])
+                held.pop(issue.index, None)
+                references = handlers[issue.op.kind](issue)
+                if issue.release > issue.index and references:
+                    held.setdefault(issue.release, []).append(references)
+                del references  # what nothing has to hold is free before the next op allocates
+                if issue.signals:
+                    events[issue.index] = stream.record_event()
+    except Exception as error:
+        if issue is not None:
+            index = issue.index
+            error.add_note(f"while issuing op {index}, {issue.op.name}, of the plan:\n{plan.excerpt(index)}")
+        raise
+    finally:
+        torch.cuda.set_stream(lanes.compute)
     lanes.join()  # what is held to the end may go only after this

@@ -46,40 +46,68 @@ class NodeTemplate(NamedTuple):
 
 
 class MicroBatch:
-    """One micro-batch on its way through the nodes of a model chunk.
+    """One micro-batch on its way through the nodes of a model chunk. The chunk keeps it for a later one to use.
 
     Attributes:
         values: outputs of the node that ran last forward, inputs of the next.
         gradients: input gradients of the node that ran last backward, output gradients of the next.
         loss: what the loss function returned, scaled as Megatron scales it, between its forward and its backward.
         loss_node: the segment that computed it.
+        chunk_state: what all its nodes share.
+        shared: holds contributions to weights that several nodes use apart, or None.
     """
 
-    def __init__(self, *, index: int, chunk: ModelChunk, call: RecordedCall, apart: bool) -> None:
+    def __init__(self, chunk: ModelChunk) -> None:
+        self.chunk_state = SimpleNamespace()
+        self.loss_func: Callable[..., Any] | None = None
+        self._chunk = chunk
+        self._layer_states: dict[str, SimpleNamespace] = {}
+        self._nodes: dict[NodeKey, Node] = {}
+        self.clear()
+
+    def start(self, *, index: int, call: RecordedCall, apart: bool) -> None:
+        """Become micro-batch `index`, which runs the recorded call."""
         self.index = index
+        self.loss_func = call.loss_func
+        self.shared = SharedWeights() if apart else None
+        state = self.chunk_state
+        vars(state).update(call.arguments)
+        state.call = call
+        state.shared = self.shared
+        state.model = self._chunk.view(self.shared)
+        state.context = state.context_mask = state.attention_bias = state.mtp_hidden_states = None
+
+    def clear(self) -> None:
+        """Drop every reference to a tensor."""
+        self.index = -1
         self.values: tuple[torch.Tensor | None, ...] = ()
         self.gradients: tuple[torch.Tensor | None, ...] = ()
         self.loss: torch.Tensor | None = None
         self.loss_node: Node | None = None
-        self.loss_func = call.loss_func
-        self.shared = SharedWeights() if apart else None
-        state = SimpleNamespace(**call.arguments)
-        state.call = call
-        state.shared = self.shared
-        state.model = chunk.view(self.shared)
-        state.context = state.context_mask = state.attention_bias = state.mtp_hidden_states = None
-        self.chunk_state = state
-        self._layer_states: dict[str, SimpleNamespace] = {}
-        self._nodes: dict[NodeKey, Node] = {}
-        self._templates = chunk.templates
+        self.loss_func = None
+        self.shared: SharedWeights | None = None
+        vars(self.chunk_state).clear()
+        for state in self._layer_states.values():
+            vars(state).clear()
 
-    def node(self, key: NodeKey) -> Node:
-        """The node of this (stage, part), made on first use; the layer's modules now hold this micro-batch's state."""
-        template = self._templates[key]
-        if template.layer_state is not None:
-            template.layer_state.activate(self.index)
+    def forward_node(self, key: NodeKey) -> Node:
+        """The node of this (stage, part), about to run forward: the layer's modules hold this micro-batch's state."""
+        state = self._chunk.templates[key].layer_state
+        if state is not None:
+            state.activate(self.index)
+        return self._node(key)
+
+    def backward_node(self, key: NodeKey) -> Node:
+        """The node of this (stage, part), about to run backward, where a recomputed forward needs the state too."""
+        state = self._chunk.templates[key].layer_state
+        if state is not None and state.is_needed_in_backward:
+            state.activate(self.index)
+        return self._nodes[key]
+
+    def _node(self, key: NodeKey) -> Node:
         node = self._nodes.get(key)
         if node is None:
+            template = self._chunk.templates[key]
             node = self._nodes[key] = Node(
                 template.function,
                 layer_state=self._layer_states.setdefault(key[0], SimpleNamespace()),
@@ -108,6 +136,7 @@ class ModelChunk:
         self.mtp_layers = tuple(model.mtp.layers) if getattr(model, "mtp_process", False) else ()
         self.layer_states: list[LayerModuleState] = []
         self._delayed: list[DelayedWeights] = []
+        self._unused: list[MicroBatch] = []
         self.templates: dict[NodeKey, NodeTemplate] = {
             ("embedding", ""): _template(self._embedding),
             ("final_norm", ""): _template(self._final_norm),
@@ -149,6 +178,19 @@ class ModelChunk:
         if shared is not None and embedding is not None:
             embedding = _AliasedEmbedding(embedding, shared)
         return SimpleNamespace(decoder=self.model.decoder, embedding=embedding, vp_stage=self.model.vp_stage)
+
+    def start_microbatch(self, *, index: int, call: RecordedCall, apart: bool) -> MicroBatch:
+        """A micro-batch at its start, with the nodes of an earlier one where there are any."""
+        microbatch = self._unused.pop() if self._unused else MicroBatch(self)
+        microbatch.start(index=index, call=call, apart=apart)
+        return microbatch
+
+    def end_microbatch(self, microbatch: MicroBatch) -> None:
+        """A micro-batch's backward is over."""
+        for state in self.layer_states:
+            state.forget(microbatch.index)
+        microbatch.clear()
+        self._unused.append(microbatch)
 
     def begin_iteration(self) -> None:
         """Prepare the layers' modules for the nodes, until `end_iteration`."""

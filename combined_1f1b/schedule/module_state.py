@@ -58,6 +58,9 @@ class LayerModuleState:
 
     Args:
         layer: a Megatron TransformerLayer whose `mlp` is a MoELayer.
+
+    Attributes:
+        is_needed_in_backward: a backward runs forwards again, or the dispatcher's own functions may read it.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -67,6 +70,7 @@ class LayerModuleState:
         self._places = [(layer, name) for name in _LAYER] + [(dispatcher, name) for name in names]
         if manager is not None:
             self._places += [(manager, name) for name in _FLEX_MANAGER]
+        self.is_needed_in_backward = layer.config.recompute_granularity is not None or manager is not None
         self._resting = self._read()
         self._saved: dict[int, list[Any]] = {}
         self._resident: int | None = None

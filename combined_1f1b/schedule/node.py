@@ -3,9 +3,9 @@
     forward:   tensors from the node before --(entry)--> function --> tensors for the node after
     backward:  gradients from the node after --> engine --> (entry) gradients for the node before
 
-An entry cuts the graph: it is an identity whose backward keeps the gradient instead of passing it on. The graph holds
-no reference to the tensor that entered, and a node holds its outputs as gradient edges, so an activation lives exactly
-as long as some operation saved it. Nothing is freed by resizing a storage, which an output may alias.
+An entry cuts the graph: it is an identity whose backward keeps the gradients instead of passing them on. The graph
+holds no reference to a tensor that entered, and a node holds its outputs as gradient edges, so an activation lives
+exactly as long as some operation saved it. Nothing is freed by resizing a storage, which an output may alias.
 
 Memory of one stream that a second stream still reads is safe as long as it is referenced (the caching allocator reuses
 a block at once on the stream that allocated it). `Node.backward` therefore returns what has to be held, and the
@@ -24,30 +24,29 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from combined_1f1b.schedule.weight_gradients import DelayedWeights, Pending
 
 
-class _GradientSlot:
-    """Where an entry leaves the gradient of the tensor that entered."""
-
-    __slots__ = ("grad",)
-
-    def __init__(self) -> None:
-        self.grad: torch.Tensor | None = None
-
-
 class _Entry(torch.autograd.Function):
-    """Identity at the start of a segment; its backward stops there and leaves the gradient in a slot."""
+    """Identity at the start of a segment; its backward stops there and leaves the gradients in the node's slots.
+
+    The tensors come in a tuple, so that they are no inputs of the graph: what came before them stays apart. The anchor
+    requires a gradient, so the aliases do too.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, _anchor: torch.Tensor, slot: _GradientSlot) -> torch.Tensor:
-        """Return an alias of `tensor`; the anchor requires a gradient, so the alias does too."""
-        ctx.slot = slot
-        return tensor.detach()
+    def forward(
+        ctx: Any, _anchor: torch.Tensor, slots: list[torch.Tensor | None], tensors: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.slots = slots
+        ctx.set_materialize_grads(False)
+        return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
-        """Keep the gradient; nothing flows on. Multi-token prediction's postprocess reaches back to its layer's entry,
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+        """Keep the gradients; nothing flows on. Multi-token prediction's postprocess reaches back to its layer's entry,
         so a second engine call may bring a second contribution."""
-        slot = ctx.slot
-        slot.grad = grad if slot.grad is None else slot.grad + grad
+        slots = ctx.slots
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                slots[index] = gradient if slots[index] is None else slots[index] + gradient
         return None, None, None
 
 
@@ -77,11 +76,13 @@ class Node:
     """
 
     __slots__ = (
+        "_anchor",
         "_before_detached",
         "_delayed",
         "_detached",
         "_edges",
         "_entered",
+        "_entries",
         "_function",
         "_keep_graph",
         "_pending",
@@ -109,36 +110,50 @@ class Node:
         self._keep_graph = keep_graph
         self._delayed = delayed
         self._pending: Pending = []
+        self._anchor = torch.empty(
+            0, device="cpu", requires_grad=True
+        )  # on the CPU it brings no stream into the engine
         self.layer_state = layer_state
         self.chunk_state = chunk_state
         self.is_first_layer = is_first_layer
         self.is_last_layer = is_last_layer
         self.is_mtp = is_mtp
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
-        self._slots: tuple[_GradientSlot | None, ...] = ()
-        self._entered: tuple[StorageWeakRef, ...] = ()
-        self._edges: tuple[GradientEdge | None, ...] = ()
+    def clear(self) -> None:
+        """Forget the segment and its delayed weight gradients."""
+        self._forget_segment()
+        self._pending.clear()
+
+    def _forget_segment(self) -> None:
+        self._slots: list[torch.Tensor | None] = []
+        self._entries: list[int | None] = []
+        self._entered: list[StorageWeakRef] = []
+        self._edges: list[GradientEdge | None] = []
         self._detached: list[torch.Tensor] = []
         self._before_detached: list[GradientEdge | None] = []
 
     def forward(self, inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Run the function on aliases of `inputs` and keep the gradient edges of what it returns."""
-        anchor = torch.empty(0, device="cpu", requires_grad=True)  # on the CPU it brings no stream into the engine
-        slots: list[_GradientSlot | None] = []
         arguments: list[torch.Tensor | None] = []
+        entering: list[torch.Tensor] = []
         for tensor in inputs:
-            slot = None
             if tensor is not None and tensor.requires_grad:
-                slot = _GradientSlot()
-                tensor = _Entry.apply(tensor.detach(), anchor, slot)
-            elif tensor is not None:
-                tensor = tensor.detach()
-            slots.append(slot)
+                self._entries.append(len(entering))
+                entering.append(tensor)
+            else:
+                self._entries.append(None)
+                tensor = None if tensor is None else tensor.detach()
             arguments.append(tensor)
-        self._slots = tuple(slots)
-        self._entered = tuple(StorageWeakRef(t.untyped_storage()) for t in arguments if t is not None)
+        if entering:
+            self._slots = [None] * len(entering)
+            entries = _Entry.apply(self._anchor, self._slots, tuple(entering))
+            arguments = [
+                argument if entry is None else entries[entry]
+                for argument, entry in zip(arguments, self._entries, strict=True)
+            ]
+        if not self._keep_graph:
+            self._entered = [StorageWeakRef(tensor.untyped_storage()) for tensor in entering]
         if self._delayed is not None:
             self._delayed.pending = self._pending
         outputs = self._function(self, *arguments)
@@ -146,7 +161,7 @@ class Node:
             self._delayed.pending = None
         if not isinstance(outputs, tuple):
             outputs = (outputs,)
-        self._edges = tuple(_edge(output) for output in outputs)
+        self._edges = [_edge(output) for output in outputs]
         return outputs
 
     def detach(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -181,7 +196,7 @@ class Node:
         if self._delayed is not None:
             self._delayed.pending = self._pending  # a recomputed forward runs inside the engine
         if roots:
-            torch.autograd.backward(roots, gradients, retain_graph=self._keep_graph)
+            run_engine(roots, gradients, keep_graph=self._keep_graph)
         if self._delayed is not None:
             self._delayed.pending = None
         if self._keep_graph:
@@ -195,12 +210,22 @@ class Node:
 
     def take_input_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """Return what the entries kept, one for each input, and forget the segment."""
-        gradients = tuple(None if slot is None else slot.grad for slot in self._slots)
-        self._clear()
+        gradients = tuple([None if entry is None else self._slots[entry] for entry in self._entries])
+        self._forget_segment()
         return gradients
 
 
+def run_engine(roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], *, keep_graph: bool) -> None:
+    """`torch.autograd.backward` for roots that have their gradients: without the checks, which cost half of a call."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(roots), tuple(gradients), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def _edge(output: Any) -> GradientEdge | None:
-    if isinstance(output, torch.Tensor) and output.requires_grad:
-        return get_gradient_edge(output)
-    return None
+    if not isinstance(output, torch.Tensor) or not output.requires_grad:
+        return None
+    node = output.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(output)  # a leaf, or a Python node, which needs an owner
+    return GradientEdge(node, output.output_nr)

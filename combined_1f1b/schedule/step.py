@@ -154,7 +154,7 @@ class Step:
                 if op.stage == "loss":
                     return self._forward_loss(microbatch)
                 entered = microbatch.values
-                microbatch.values = microbatch.node((op.stage, op.part)).forward(entered)
+                microbatch.values = microbatch.forward_node((op.stage, op.part)).forward(entered)
                 return entered
         finally:
             nvtx_range_pop(op.name)
@@ -167,9 +167,12 @@ class Step:
         try:
             if op.stage == "loss":
                 return self._backward_loss(microbatch)
-            node = microbatch.node((op.stage, op.part))
+            node = microbatch.backward_node((op.stage, op.part))
             if op.stage == "embedding":
                 return self._end(microbatch, node)
+            if issue.index not in self._held_gradients:
+                microbatch.gradients, held = node.backward(microbatch.gradients)
+                return held
             with self._gradients_kept_apart(issue.index):
                 microbatch.gradients, held = node.backward(microbatch.gradients)
             return held
@@ -178,7 +181,7 @@ class Step:
 
     def _weight(self, issue: Issue) -> Any:
         op = issue.op
-        node = self._microbatches[op.microbatch].node((op.stage, op.part))
+        node = self._microbatches[op.microbatch].backward_node((op.stage, op.part))
         self._synchronise_gradients(op.microbatch)
         nvtx_range_push(op.name)
         try:
@@ -230,7 +233,7 @@ class Step:
             error.add_note(f"the data iterator ended at micro-batch {index} of {inputs.num_microbatches}")
             raise
         check_arguments(self._config, call.arguments)
-        self._microbatches[index] = MicroBatch(index=index, chunk=self._chunk, call=call, apart=self._apart)
+        self._microbatches[index] = self._chunk.start_microbatch(index=index, call=call, apart=self._apart)
 
     def _forward_loss(self, microbatch: MicroBatch) -> None:
         inputs = self._inputs
@@ -275,9 +278,7 @@ class Step:
     def _end(self, microbatch: MicroBatch, node: Node) -> None:
         with nullcontext() if microbatch.shared is None else microbatch.shared.joining():
             node.backward(microbatch.gradients)
-        for state in self._chunk.layer_states:
-            state.forget(microbatch.index)
-        del self._microbatches[microbatch.index]
+        self._chunk.end_microbatch(self._microbatches.pop(microbatch.index))
         self._backward_timer.close()
 
     def _autocast(self) -> AbstractContextManager[Any]:
