@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import gc
 import json
 import os
 import sys
@@ -106,6 +107,8 @@ def measure(options: BenchOptions, *, json_path: str | None = None) -> dict[str,
     Returns:
         the report.
     """
+    import torch
+
     import combined_1f1b
     from combined_1f1b.bench.link import Link
     from combined_1f1b.bench.measure import GroupMeasurement
@@ -133,6 +136,9 @@ def measure(options: BenchOptions, *, json_path: str | None = None) -> dict[str,
                 say(group.name)
                 measurement = GroupMeasurement(group, options, link=link, installation=installation, device=device)
                 report["groups"].append(measurement.measure())
+                del measurement  # with its models and graphs: the next group needs the memory
+                gc.collect()
+                torch.cuda.empty_cache()
                 if json_path and is_first_rank():
                     write(Path(json_path), json.dumps(report, indent=1))
     return report

@@ -74,8 +74,8 @@ class Link:
     def in_place(self) -> Iterator[None]:
         """Put the link in the place of the dispatcher's all-to-all for a block.
 
-        With one rank an output may alias its input (the dispatcher's own reordering too), and Megatron's built-in schedule
-        must not free the input: its early frees are off.
+        With one rank an output may alias its input (the dispatcher's own reordering too), and Megatron's built-in
+        schedule must not free the input: its early frees are off.
         """
         original = token_dispatcher.all_to_all
         should_free_input = common_utils.should_free_input

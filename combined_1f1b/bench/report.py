@@ -161,8 +161,8 @@ def remarks(report: Report) -> Iterable[str]:
     yield f"Link: {link['description']}."
     if not link["early_frees"]:
         yield (
-            "With one rank an all-to-all's output may be its input, so the built-in's early frees of inputs are off: with "
-            "several ranks it would need less memory."
+            "With one rank an all-to-all's output may be its input, so the built-in's early frees of inputs are off: "
+            "with several ranks it would need less memory."
         )
     tables = tables_of(report)
     summaries = [row.seconds for _, rows in tables for row in rows if row.seconds is not None]

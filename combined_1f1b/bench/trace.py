@@ -19,14 +19,18 @@ from combined_1f1b.bench.intervals import Interval, difference, intersection, le
 
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 # What carries the traffic, by the kind of link; parts of a row's name.
-_TRAFFIC = {"spin": ("spin_kernel",), "copy": ("-> Pinned", "Pinned ->"), "real": ("nccl",)}
+_TRAFFIC = {"spin": ("spin_kernel",), "copy": ("-> Pinned", "Pinned ->"), "real": ("SendRecv",)}
+_OTHER_COMMUNICATION = "nccl"
 LAUNCH_MICROSECONDS = 10.0
 """A kernel that waited for an event starts this soon after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficShares:
-    """Seconds of one step. span: from its first to its last device work. compute: other work than traffic."""
+    """Seconds of one step.
+
+    span: from its first to its last device work. communication: the all-to-alls. compute: what is no communication.
+    """
 
     span: float
     communication: float
@@ -55,21 +59,25 @@ def read_shares(path: Path, *, link: str) -> TrafficShares | None:
 def shares_of(events: Iterable[Mapping[str, Any]], *, link: str) -> TrafficShares | None:
     """The same of the trace's events; their times are in microseconds."""
     traffic: list[Interval] = []
-    other: list[Interval] = []
+    collectives: list[Interval] = []
+    computation: list[Interval] = []
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in _DEVICE_WORK:
-            is_traffic = any(part in event["name"] for part in _TRAFFIC.get(link, ()))
+            name = event["name"]
+            is_traffic = any(part in name for part in _TRAFFIC.get(link, ()))
+            kind = traffic if is_traffic else collectives if _OTHER_COMMUNICATION in name else computation
             start = float(event["ts"])
-            (traffic if is_traffic else other).append((start, start + float(event["dur"])))
-    if not traffic or not other:
+            kind.append((start, start + float(event["dur"])))
+    if not traffic or not computation:
         return None
-    communication, compute = union(traffic), union(other)
-    everything = union([*communication, *compute])
+    communication, compute = union(traffic), union(computation)
+    others = union([*compute, *collectives])
+    everything = union([*communication, *others])
     return TrafficShares(
         span=1e-6 * (everything[-1][1] - everything[0][0]),
         communication=1e-6 * length(communication),
         compute=1e-6 * length(compute),
-        exposed=1e-6 * length(difference(communication, compute)),
+        exposed=1e-6 * length(difference(communication, others)),
         blocking=1e-6 * length(_blocking(communication, compute)),
     )
 
