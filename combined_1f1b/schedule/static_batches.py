@@ -65,7 +65,7 @@ def _children(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, tuple | list):
-        return dict(enumerate(value))
+        return dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
     return None

@@ -1,0 +1,477 @@
+"""FullIterationGraph around the schedules: kinds of iterations, inputs, gradients, refusals and failed captures."""
+
+from __future__ import annotations
+
+import re
+from collections import namedtuple
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from host_models import BATCH, SEQUENCE, batches, build, config_of, differing, parallel, seed
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader, get_shared_capture_stream
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from parity_testing import EXPERT_SIZE, forward_step
+
+import combined_1f1b
+from combined_1f1b.errors import ConfigError
+from combined_1f1b.fsdp_adapter import mfsdp_v2
+from combined_1f1b.schedule.cuda_graph import FullIterationGraph
+from combined_1f1b.schedule.static_batches import StaticBatches
+
+STATIC = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+
+
+@pytest.fixture(autouse=True)
+def installed(device):
+    if torch.distributed.get_backend() == "gloo" and device.type == "cuda":
+        pytest.skip("gloo copies through the host, which no CUDA graph captures: run one rank per GPU")
+    with combined_1f1b.install(), parallel(expert_model_parallel_size=EXPERT_SIZE, graphable_random_state=True):
+        yield
+
+
+class Trainer:
+    """A small model, sharded, in Megatron-DDP or plain, an SGD optimizer, and iterations through a graph or eager."""
+
+    def __init__(
+        self, *, kind: str = "sharded", captured: bool, warmup: int = 1, combined: bool = True, **changes: Any
+    ):
+        stream = get_shared_capture_stream()  # AccumulateGrad nodes remember the stream that DDP is built on
+        with torch.cuda.stream(stream):
+            module = build(expert_model_parallel_size=EXPERT_SIZE, **STATIC, **changes)
+            self.config = config_of(module)
+            self.config.overlap_moe_expert_parallel_comm = combined
+            if kind == "sharded":
+                self.model = combined_1f1b.shard_model(module, self.config)
+            elif kind == "ddp":
+                self.model = DistributedDataParallel(self.config, DistributedDataParallelConfig(), module)
+                self.config.no_sync_func = self.model.no_sync
+                self.config.finalize_model_grads_func = finalize_model_grads
+            else:
+                self.model = module
+        self.kind = kind
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        if kind == "sharded":
+            combined_1f1b.prepare_optimizer(self.optimizer, self.model)
+        function = get_forward_backward_func()
+        self.call = FullIterationGraph(function, warmup_iterations=warmup) if captured else function
+        seed(3, graphable=True)
+
+    def run(self, *, data: Any = None, step: Any = forward_step, **changes: Any) -> torch.Tensor:
+        arguments = {
+            "forward_step_func": step,
+            "data_iterator": batches(2) if data is None else data,
+            "model": [self.model],
+            "num_microbatches": 2,
+            "seq_length": SEQUENCE,
+            "micro_batch_size": BATCH,
+            "forward_only": False,
+        }
+        return torch.stack([report["loss"] for report in self.call(**{**arguments, **changes})])
+
+    def evaluate(self) -> torch.Tensor:
+        self.model.eval()
+        losses = self.run(forward_only=True)
+        self.model.train()
+        return losses
+
+    def train(self, *, set_to_none: bool = True, step: Any = forward_step) -> torch.Tensor:
+        losses = self.run(step=step).clone()
+        if self.kind == "ddp":
+            for parameter in self.model.parameters():
+                parameter.grad = parameter.main_grad.to(parameter.dtype)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        if self.kind == "ddp":  # what stands in .grad is main_grad, to which its hooks would add it
+            self.optimizer.zero_grad()
+            self.model.zero_grad_buffer()
+        return losses
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        if self.kind == "sharded":
+            return self.model.full_parameters()
+        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+
+
+def assert_same_bits(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.world_size(1, 2)
+@pytest.mark.parametrize("kind", ["sharded", "ddp", "plain"])
+def test_training_and_evaluation_of_two_models_in_one_process(kind):
+    def history(captured):
+        first, second = (Trainer(kind=kind, captured=captured, hidden_size=size) for size in (16, 24))
+        losses = []
+        for number in range(5):
+            losses += [first.train(set_to_none=number % 2 == 0), second.train(), first.evaluate().clone()]
+        assert not captured or (first.call.is_captured and second.call.is_captured)
+        return losses, first.weights(), second.weights()
+
+    assert_same_bits(history(True), history(False))
+
+
+@pytest.mark.world_size(1)
+def test_reset_forgets_everything_and_begins_again():
+    trainer, eager = Trainer(captured=True), Trainer(captured=False)
+    for number in range(5):
+        if number == 3:
+            trainer.call.reset()
+            assert not trainer.call.is_captured
+        assert_same_bits(trainer.train(), eager.train())
+        assert trainer.call.is_captured == (number in (1, 2, 4))
+    assert_same_bits(trainer.weights(), eager.weights())
+
+
+class TestBatches:
+    pytestmark = pytest.mark.world_size(1)
+    Pair = namedtuple("Pair", ["first", "second"])
+
+    @dataclass
+    class Packed:
+        lengths: torch.Tensor
+        kind: str = "thd"
+
+    def batch(self, value=0.0, **changes):
+        tensor = torch.full((2,), value)
+        fields = {"pair": self.Pair(tensor, None), "nested": {"list": [tensor, 3]}, "packed": self.Packed(tensor)}
+        return {**fields, "tuple": (tensor, "text"), "absent": None, **changes}
+
+    def test_any_nesting_keeps_its_form_and_its_addresses(self):
+        static, pointers = StaticBatches(), set()
+        for value in (1.0, 2.0):
+            found = list(static.load(iter([self.batch(value), self.batch(-value)]), 2))
+            for sign, batch in zip((1, -1), found, strict=True):
+                tensors = (batch["pair"].first, batch["nested"]["list"][0], batch["packed"].lengths, batch["tuple"][0])
+                assert [tensor.tolist() for tensor in tensors] == [[sign * value] * 2] * 4
+                pointers.update(tensor.data_ptr() for tensor in tensors)
+                assert (batch["pair"].second, batch["nested"]["list"][1], batch["absent"]) == (None, 3, None)
+                assert (batch["packed"].kind, batch["tuple"][1]) == ("thd", "text")
+        assert len(pointers) == 8  # every tensor of every micro-batch has a buffer, and keeps it
+
+    def test_what_forward_step_does_to_a_batch_is_forgotten(self):
+        static = StaticBatches()
+        for _ in range(2):
+            (batch,) = static.load(iter([self.batch()]), 1)
+            batch.pop("absent")
+            batch["nested"].clear()
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"tuple": (torch.ones(3), "text")}, r"micro-batch 0, 'tuple', 0.*\(3,\)"),
+            ({"tuple": (torch.ones(2).double(), "text")}, "float64"),
+            ({"tuple": (torch.ones(2), "other")}, "'tuple', 1.*other"),
+            ({"tuple": (torch.ones(2),)}, "'tuple'.*tuple of 0"),
+            ({"tuple": [torch.ones(2), "text"]}, "list of 0, 1"),
+            ({"absent": torch.ones(2)}, r"'absent'.*this was None"),
+            ({"pair": Pair(None, None)}, "'pair', 'first'.*=None"),
+            ({"more": 1}, "more"),
+            ({"nested": {"list": [torch.ones(2), 4]}}, "=4: "),
+            ({"nested": None}, "'nested'.*=None"),
+            ({"packed": {"lengths": torch.ones(2), "kind": "thd"}}, "'packed'"),
+        ],
+    )
+    def test_a_batch_that_changes_is_refused(self, change, message):
+        static = StaticBatches()
+        static.load(iter([self.batch()]), 1)
+        with pytest.raises(ConfigError, match=rf"(?s){message}.*reset"):
+            static.load(iter([self.batch(**change)]), 1)
+
+    def test_an_iterator_that_comes_or_goes_or_ends_is_refused(self):
+        for before, after in ((None, iter([1])), (iter([1]), None)):
+            static = StaticBatches()
+            static.load(before, 1)
+            with pytest.raises(ConfigError, match="data_iterator"):
+                static.load(after, 1)
+        with pytest.raises(StopIteration) as caught:
+            StaticBatches().load(iter([1]), 2)
+        assert "ended at micro-batch 1 of 2" in caught.value.__notes__[0]
+
+    def test_an_array_is_refused(self):
+        with pytest.raises(ConfigError, match="ndarray"):
+            StaticBatches().load(iter([torch.ones(1).numpy()]), 1)
+
+
+@pytest.mark.world_size(1)
+class TestChunks:
+    """Several model chunks: one iterator each, None where a chunk reads no data."""
+
+    def graph(self):
+        chunks = [build(expert_model_parallel_size=1, **STATIC) for _ in range(3)]
+        seed(3, graphable=True)
+        weights = [next(chunk.parameters()) for chunk in chunks]
+
+        def function(*, model, data_iterator, num_microbatches):
+            for iterator, weight in zip(data_iterator, weights, strict=True):
+                for _ in range(num_microbatches):
+                    value = 1.0 if iterator is None else next(iterator)["x"]
+                    (weight.float().sum() * value).backward()
+            return [weight.grad.flatten()[0] * 1 for weight in weights]
+
+        return FullIterationGraph(function, warmup_iterations=1), chunks
+
+    def test_each_chunk_reads_its_own_iterator(self):
+        graph, chunks = self.graph()
+        for turn in range(1, 5):
+            data = [iter([{"x": torch.tensor(x * turn)} for x in values]) for values in ((1.0, 2.0), (4.0, 4.0))]
+            found = graph(model=chunks, data_iterator=[data[0], None, data[1]], num_microbatches=2)
+            assert [value.item() for value in found] == [3.0 * turn, 2.0, 8.0 * turn]
+
+    def test_a_missing_iterator_is_refused(self):
+        graph, chunks = self.graph()
+        with pytest.raises(ConfigError, match=r"data_iterator='1 iterators'.*3 chunks"):
+            graph(model=chunks, data_iterator=[iter([])], num_microbatches=2)
+        with pytest.raises(TypeError, match="num_microbatches"):
+            graph(model=chunks, data_iterator=[None] * 3)
+
+
+class TestGradients:
+    pytestmark = pytest.mark.world_size(1)
+
+    def test_a_binding_that_a_replay_loses_is_noticed(self, monkeypatch):
+        """Mutation: bindings lost across replays must not let the optimizer skip every update."""
+        trainer = Trainer(captured=True)
+        trainer.train(), trainer.train()
+        monkeypatch.setattr(_iteration(trainer), "_gradients", [])
+        monkeypatch.setattr(type(trainer.model), "rebind_gradients", lambda self: None)
+        with pytest.raises(ConfigError, match="has no gradient"):
+            trainer.train()
+
+    def test_a_plain_model_relies_on_the_binding(self, monkeypatch):
+        trainer = Trainer(kind="plain", captured=True)
+        for _ in range(3):
+            before = trainer.weights()
+            trainer.train()
+            assert differing(trainer.weights(), before)
+        monkeypatch.setattr(_iteration(trainer), "_gradients", [])  # mutation
+        before = trainer.weights()
+        trainer.train()
+        assert_same_bits(trainer.weights(), before)
+
+    def test_whatever_a_gradient_held_is_overwritten(self):
+        trainer, eager = Trainer(captured=True), Trainer(captured=False)
+        for _ in range(4):
+            for parameter in trainer.model.parameters():
+                parameter.grad = torch.full_like(parameter, float("nan"))
+            assert_same_bits(trainer.train(), eager.train())
+        assert_same_bits(trainer.weights(), eager.weights())
+
+    def test_stale_compute_weights_are_noticed(self, monkeypatch):
+        """Mutation: compute weights that no longer follow the optimizer change the losses of every replay."""
+        trainer, eager = Trainer(captured=True), Trainer(captured=False)
+        assert_same_bits(trainer.train(), eager.train())
+        with monkeypatch.context() as patch:
+            patch.setattr(mfsdp_v2.FsdpParameterGroup, "sync_model_weight_from_main_weight", lambda self: None)
+            trainer.train()
+        eager.train()
+        assert not torch.equal(trainer.run(), eager.run())
+
+    def test_a_model_without_gradients_is_refused(self):
+        trainer = Trainer(captured=True)
+        graph = FullIterationGraph(lambda **arguments: [], warmup_iterations=1)
+        trainer.call = lambda **arguments: graph(**arguments) or [{"loss": torch.zeros(1)}]
+        trainer.run()
+        with pytest.raises(ConfigError, match="no trainable parameter a gradient"):
+            trainer.run()
+
+
+def _iteration(trainer: Trainer) -> Any:
+    return trainer.call._iterations[True]
+
+
+class Scaler:
+    """What Megatron's optimizers offer as `config.grad_scale_func`."""
+
+    def __init__(self) -> None:
+        self.scale = torch.ones(1)
+
+    def get_loss_scale(self) -> torch.Tensor:
+        return self.scale
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return self.scale * loss
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize("name", ["frozen", "replaced", "mode", "flag", "count", "function", "scale", "iterator"])
+def test_a_change_that_a_replay_would_ignore_is_refused(name):
+    trainer = Trainer(kind="plain", captured=True)
+    scaler = Scaler()
+    trainer.config.grad_scale_func = scaler.scale_loss
+    trainer.run(), trainer.run()
+    module = trainer.model.module
+    changes: dict[str, Any] = {}
+    if name == "frozen":
+        module.embedding.word_embeddings.weight.requires_grad_(False)
+        expected = r"embedding\.word_embeddings\.weight\.requires_grad=False"
+    elif name == "replaced":
+        weight = module.embedding.word_embeddings.weight
+        weight.data = weight.data.clone()
+        expected = r"the memory of model\[0\].*embedding\.word_embeddings"
+    elif name == "mode":
+        trainer.model.eval()
+        expected = r"model\[0\]\.training=False"
+    elif name == "flag":
+        trainer.config.overlap_moe_expert_parallel_comm = False
+        expected = "overlap_moe_expert_parallel_comm=False"
+    elif name == "count":
+        changes, expected = {"num_microbatches": 1}, "num_microbatches=1"
+    elif name == "function":
+        changes, expected = {"step": partial(forward_step)}, "forward_step_func"
+    elif name == "scale":
+        scaler.scale = torch.ones(1)
+        expected = "grad_scale_func"
+    else:
+        changes, expected = {"data_iterator": None}, "data_iterator"
+    with pytest.raises(ConfigError, match=rf"(?s){expected}.*reset"):
+        trainer.run(**changes)
+
+
+def dynamic_scaler() -> Any:
+    scaler = DynamicGradScaler(
+        initial_scale=2.0, min_scale=1.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=1, hysteresis=1
+    )
+    owner = Scaler()
+    owner.grad_scaler = scaler  # type: ignore[attr-defined]
+    return owner.scale_loss
+
+
+UNCAPTURABLE: dict[str, Any] = {
+    "moe_pad_expert_input_to_capacity": lambda model, config: setattr(
+        config, "moe_pad_expert_input_to_capacity", False
+    ),
+    "timers": lambda model, config: setattr(config, "timers", object()),
+    "cuda_graph_impl": lambda model, config: setattr(config, "cuda_graph_impl", "local"),
+    "variable_seq_lengths": lambda model, config: (
+        setattr(config, "variable_seq_lengths", True),
+        setattr(config, "pipeline_model_parallel_size", 2),
+    ),
+    "check_for_nan_in_grad": lambda model, config: setattr(
+        model, "ddp_config", DistributedDataParallelConfig(check_for_nan_in_grad=True)
+    ),
+    "check_for_large_grads": lambda model, config: setattr(
+        model, "ddp_config", DistributedDataParallelConfig(check_for_large_grads=True)
+    ),
+    "overlap_param_gather": lambda model, config: setattr(
+        model, "ddp_config", SimpleNamespace(overlap_param_gather=True)
+    ),
+    "grad_scale_func": lambda model, config: setattr(config, "grad_scale_func", dynamic_scaler()),
+    "use_cudagraphable_rng": lambda model, config: seed(3),
+    "recompute_granularity": lambda model, config: (
+        setattr(config, "recompute_granularity", "selective"),
+        setattr(config, "hidden_dropout", 0.1),
+    ),
+}
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize("name", UNCAPTURABLE)
+def test_what_cannot_be_captured_is_refused_before_any_work(name):
+    model = build(expert_model_parallel_size=1, **STATIC)
+    seed(3, graphable=True)
+    UNCAPTURABLE[name](model, config_of(model))
+    called, data = [], batches(1)
+    graph = FullIterationGraph(lambda **arguments: called.append(arguments))
+    with pytest.raises(ConfigError, match=f"^{name}="):
+        graph(model=[model], data_iterator=data, num_microbatches=1)
+    assert not called
+    assert next(data)  # nothing was read either
+
+
+@pytest.mark.world_size(1)
+def test_a_graph_needs_a_warm_up():
+    with pytest.raises(ConfigError, match="warmup_iterations=0"):
+        FullIterationGraph(get_forward_backward_func(), warmup_iterations=0)
+
+
+FAILURES: dict[str, tuple[str, str]] = {
+    "user": ("as asked", r"F1\.embedding"),
+    "item": (r"(?i)captur", r"F0\.loss"),
+    "event": (r"(?i)captur", r"F1\.embedding"),
+}
+
+
+class Failing:
+    """A forward step that breaks a capture at its second micro-batch, or in its loss."""
+
+    def __init__(self, cause: str) -> None:
+        self.cause = cause
+        self._outside = torch.cuda.Stream().record_event()
+        self._calls = 0
+
+    def __call__(self, data: Any, model: Any) -> Any:
+        self._calls += 1
+        cause = self.cause if torch.cuda.is_current_stream_capturing() else ""
+        if self._calls % 2 == 0 and cause == "user":
+            raise ValueError("as asked")
+        if self._calls % 2 == 0 and cause == "event":
+            torch.cuda.current_stream().wait_event(self._outside)
+        output, loss = forward_step(data, model)
+        return output, (lambda tensor: (tensor.mean() * tensor.sum().item(), {})) if cause == "item" else loss
+
+
+@pytest.mark.world_size(1, 2)
+@pytest.mark.parametrize(("kind", "cause"), [("sharded", "user"), ("sharded", "event"), ("plain", "item")])
+def test_a_failed_capture_names_the_op_and_leaves_everything_as_it_was(kind, cause):
+    eager = Trainer(kind=kind, captured=False, hidden_dropout=0.1)
+    expected = [eager.train() for _ in range(3)]
+    trainer, step = Trainer(kind=kind, captured=True, hidden_dropout=0.1), Failing(cause)
+    assert_same_bits(trainer.train(step=step), expected[0])
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    gradients = [parameter.grad for parameter in trainer.model.parameters()]
+    stream, states, weights = torch.cuda.current_stream(), get_cuda_rng_tracker().get_states(), trainer.weights()
+    message, op = FAILURES[cause]
+    with pytest.raises((RuntimeError, ValueError), match=message) as caught:
+        trainer.run(step=step)
+    notes = "\n".join(caught.value.__notes__)
+    assert "while capturing the iteration" in notes
+    assert re.search(rf"--> +\d+ +{op}", notes), notes
+    assert torch.cuda.current_stream() == stream
+    assert not torch.cuda.is_current_stream_capturing()
+    assert get_cuda_rng_tracker().get_states() == states
+    for parameter, gradient in zip(trainer.model.parameters(), gradients, strict=True):
+        assert parameter.grad is gradient
+    assert kind == "plain" or trainer.model.gathered_units() == ()
+    assert_same_bits(trainer.weights(), weights)
+    step.cause = ""
+    for losses in expected[1:]:  # capture and replay, with the random numbers that the failure did not draw
+        assert_same_bits(trainer.train(step=step), losses)
+    assert trainer.call.is_captured
+    assert_same_bits(trainer.weights(), eager.weights())
+
+
+@pytest.fixture
+def wrapper():
+    """Megatron's own wrapper keeps its graphs in class attributes."""
+    yield FullCudaGraphWrapper
+    for table, empty in (
+        (FullCudaGraphWrapper.curr_iteration, 0),
+        (FullCudaGraphWrapper.cuda_graph, None),
+        (FullCudaGraphWrapper.result, None),
+    ):
+        table.update(training=empty, validation=empty)
+    for buffers in StaticBufferLoader.static_buffers.values():
+        buffers.clear()
+
+
+@pytest.mark.world_size(1, 2)
+@pytest.mark.parametrize("kind", ["sharded", "plain"])
+def test_megatrons_own_wrapper_works_around_the_schedule(kind, wrapper):
+    trainer, eager = Trainer(kind=kind, captured=False), Trainer(kind=kind, captured=False)
+    trainer.call = wrapper(get_forward_backward_func(), cuda_graph_warmup_steps=1)
+    trainer.run(), eager.run()  # it captures what Python decides: gradients must exist, and be zeroed in place
+    for each in (trainer, eager):
+        each.optimizer.zero_grad(set_to_none=False)
+    for _ in range(3):
+        assert_same_bits(trainer.train(set_to_none=False), eager.train(set_to_none=False))
+    assert wrapper.cuda_graph["training"] is not None
+    assert_same_bits(trainer.weights(), eager.weights())
+    assert combined_1f1b.last_step().forward_backward_pairs == 1
