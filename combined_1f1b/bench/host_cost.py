@@ -191,11 +191,18 @@ def take_values(samples: int, *, seconds_per_value: float = 0.05) -> dict[str, d
         loops = {}
         for key, iterate in runs.items():
             iterate()
-            loops[key] = max(1, round(seconds_per_value / _time(iterate, 1)))
+            start = time.perf_counter()
+            iterate()
+            loops[key] = max(1, round(seconds_per_value / (time.perf_counter() - start)))
         values: dict[str, dict[str, list[float]]] = {name: {size: [] for size in sizes} for name in SCHEDULES}
-        for _ in range(samples):
-            for (schedule, size), iterate in runs.items():
-                values[schedule][size].append(_time(iterate, loops[schedule, size]))
+        gc.collect()
+        gc.freeze()  # what the imports left is nobody's garbage here
+        try:
+            for _ in range(samples):
+                for (schedule, size), iterate in runs.items():
+                    values[schedule][size].append(_time(iterate, loops[schedule, size]))
+        finally:
+            gc.unfreeze()
     return values
 
 

@@ -106,8 +106,6 @@ class GroupMeasurement:
             run.refused = f"{type(error).__name__}: {error}".splitlines()[0]
             run.workload = run.function = None
             say(f"    does not run: {run.refused}")
-        gc.collect()
-        torch.cuda.empty_cache()
 
     def _build(self, run: Run) -> None:
         variant = run.variant
@@ -130,7 +128,7 @@ class GroupMeasurement:
         assert run.workload is not None
         for workload in self._workloads.values():
             workload.clear_gradients()
-        gc.collect()
+        gc.collect()  # of a variant that failed, too
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()

@@ -132,6 +132,7 @@ def counting() -> Iterator[Counter[str]]:
         ("waits", StubStream, "wait_event"),
         ("waits", StubStream, "wait_stream"),
         ("stream switches", StubStreamContext, "__enter__"),
+        ("stream switches", StubStreamContext, "__exit__"),  # back to the stream before
         ("stream switches", torch.cuda, "set_stream"),
         ("detaches", torch.Tensor, "detach"),
         ("record_stream calls", torch.Tensor, "record_stream"),

@@ -1,0 +1,240 @@
+"""The bench command on the host device: every kind of variant runs, losses are equal, and the report holds it all."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cli_testing import ending_process_groups, fails, shared_folder
+
+from combined_1f1b.bench import workload
+from combined_1f1b.bench.options import DEFAULT, BenchOptions, Group, Variant, sized
+from combined_1f1b.bench.options import PRESETS as SIZES
+from combined_1f1b.cli import main
+
+SMALL = ("--preset", "tiny", "--samples", "2", "--warmup", "1", "num_layers=1", "num_microbatches=2")
+
+
+@pytest.fixture(autouse=True)
+def groups_end_with_the_test(device):
+    with ending_process_groups():
+        yield
+
+
+def run(capsys, folder, *words):
+    """Run the command; the report, what was printed and the exit code."""
+    capsys.readouterr()
+    code = main(["bench", *SMALL, "--json", str(folder / "report.json"), *words])
+    text = capsys.readouterr().out
+    torch.distributed.barrier()
+    return json.loads((folder / "report.json").read_text()), text, code
+
+
+def variants_of(report):
+    return {
+        (group["mode"], group["data_parallel"], entry["schedule"], entry["wrapper"], entry["delay_wgrad"]): entry
+        for group in report["groups"]
+        for entry in group["variants"]
+        if entry["traffic"]
+    }
+
+
+@pytest.mark.world_size(1)
+def test_all_schedules_eager_and_in_a_graph(capsys, tmp_path):
+    words = ["--data-parallel", "none", "--traffic", "with"]
+    words += ["--markdown", str(tmp_path / "bench.md"), "--plots", str(tmp_path / "plots")]
+    report, text, code = run(capsys, tmp_path, *words)
+    assert code == 0
+    assert report["format"] == 1
+    assert report["machine"]["ranks"] == 1
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["options"]["size"]["num_layers"] == 1
+    assert "combined_1f1b" in report["command"]
+    assert [group["mode"] for group in report["groups"]] == ["eager", "graph"]
+    for group in report["groups"]:
+        assert [entry["schedule"] for entry in group["variants"]] == ["default", "built-in", "ours", "ours-paired"]
+        for entry in group["variants"]:
+            assert not entry["refused"], entry["refused"]
+            assert len(entry["seconds"]) == len(entry["host_seconds"]) == 2
+            assert all(
+                0 < host <= seconds for host, seconds in zip(entry["host_seconds"], entry["seconds"], strict=True)
+            )
+            assert len(entry["losses"]) == 2
+        answers = [entry["losses_compared"] for entry in group["variants"]]
+        assert answers == ["reference"] + ["equal"] * 3
+        assert [entry["gradients_compared"] for entry in group["variants"]] == answers
+    losses = {tuple(entry["losses"]) for group in report["groups"] for entry in group["variants"]}
+    assert len(losses) == 1
+    assert "combined_1f1b, head and tail paired" in text
+    assert "bitwise equal" in text
+    assert "Link: none" in text
+    assert "### local layers, graph" in (tmp_path / "bench.md").read_text()
+    assert (tmp_path / "plots" / "step_times.svg").read_text().lstrip().startswith("<?xml")
+    assert not (tmp_path / "plots" / "hidden.svg").exists(), "no traffic, nothing to hide"
+
+
+@pytest.mark.world_size(2)
+def test_a_real_all_to_all_with_sharding_and_delayed_weights(capsys, tmp_path):
+    words = ("--schedules", "default,ours", "--traffic", "with", "--delay-wgrad", "--data-parallel", "mfsdp")
+    report, text, code = run(capsys, shared_folder(tmp_path), *words)
+    assert code == 0
+    assert report["link"] == {"kind": "real", "description": "all-to-all over gloo", "early_frees": True}
+    found = variants_of(report)
+    assert len(found) == 2 * 4
+    for mode in ("eager", "graph"):
+        for key in (
+            (DEFAULT, "ddp", False),
+            (DEFAULT, "mfsdp-hooks", False),
+            ("ours", "mfsdp", False),
+            ("ours", "mfsdp", True),
+        ):
+            entry = found[(mode, "mfsdp", *key)]
+            assert not entry["refused"], entry["refused"]
+            assert entry["losses_compared"] == ("reference" if key[1] == "ddp" else "equal")
+            assert entry["gradients_compared"] == ("reference" if key[0] == DEFAULT else "equal")
+    assert (text == "") == (torch.distributed.get_rank() != 0)
+
+
+@pytest.mark.world_size(2)
+def test_without_traffic_tokens_stay_at_home_and_losses_are_not_compared(capsys, tmp_path):
+    words = ("--schedules", "default,built-in", "--data-parallel", "none", "--modes", "eager", "--samples", "1")
+    report, _, code = run(capsys, shared_folder(tmp_path), *words)
+    assert code == 0
+    (group,) = report["groups"]
+    answers = [(entry["schedule"], entry["traffic"], entry["losses_compared"]) for entry in group["variants"]]
+    assert answers == [
+        ("default", True, "reference"),
+        ("default", False, ""),
+        ("built-in", True, "equal"),
+        ("built-in", False, ""),
+    ]
+
+
+@pytest.mark.world_size(1)
+def test_other_losses_are_found_and_end_with_1(capsys, tmp_path, monkeypatch):
+    """Mutation: this package's schedule sees other losses."""
+    original = workload.forward_step
+
+    def another_step(data, model, return_schedule_plan=False):
+        output, loss_func = original(data, model, return_schedule_plan)
+        if model.config.overlap_moe_expert_parallel_comm:
+            return output, lambda value: (value.float().mean() * 2, {"loss": value.detach().float().mean() * 2})
+        return output, loss_func
+
+    monkeypatch.setattr(workload, "forward_step", another_step)
+    words = ("--schedules", "default,ours", "--traffic", "with", "--data-parallel", "none", "--modes", "eager")
+    report, text, code = run(capsys, tmp_path, *words)
+    assert code == 1
+    assert [entry["losses_compared"] for entry in report["groups"][0]["variants"]] == ["reference", "different"]
+    assert "DIFFERENT" in text
+
+
+@pytest.mark.world_size(1)
+def test_what_megatrons_own_schedule_cannot_do_is_a_row_and_not_an_end(capsys, tmp_path, monkeypatch):
+    def cannot(*_arguments, **_options):
+        raise AssertionError("the built-in cannot do this")
+
+    original = workload.selected
+
+    def selected(variant, model, link, installation):
+        installation.original_driver = cannot if variant.schedule == "built-in" else installation.original_driver
+        return original(variant, model, link, installation)
+
+    from combined_1f1b.bench import measure
+
+    monkeypatch.setattr(measure, "selected", selected)
+    from megatron.core.pipeline_parallel import schedules
+
+    driver = schedules.combined_1f1b_schedule_for_no_pipelining
+    words = ("--schedules", "default,built-in", "--traffic", "with", "--data-parallel", "none", "--modes", "eager")
+    try:
+        report, text, code = run(capsys, tmp_path, *words)
+    finally:
+        schedules.combined_1f1b_schedule_for_no_pipelining = driver  # what was broken here was put back as broken
+    assert code == 0
+    assert report["groups"][0]["variants"][1]["refused"] == "AssertionError: the built-in cannot do this"
+    assert "does not run" in text
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--preset", "huge"], ["--preset='huge'", "large,small,tiny"]),
+        (["--modes", "eager,warp"], ["--modes='warp'", "eager,graph"]),
+        (["--modes", ","], ["--modes=','", "nothing is chosen"]),
+        (["--schedules", "ours"], ["--schedules='ours'", "add default"]),
+        (["--traffic", "without"], ["--traffic='without'", "add with"]),
+        (["--samples", "0"], ["--samples=0", "at least 1"]),
+        (["--warmup", "0"], ["--warmup=0", "at least 1"]),
+        (["--bandwidth", "0"], ["--bandwidth=0", "positive"]),
+        (["hiden_size=8"], ["hiden_size", "hidden_size"]),
+        (["hidden_size=wide"], ["hidden_size='wide'", "whole number"]),
+        (["moe_expert_capacity_factor=none"], ["moe_expert_capacity_factor='none'", "not a number"]),
+        (["num_layers=0"], ["num_layers=0", "positive"]),
+        (["num_layers"], ["key=value"]),
+        (["--from", "nowhere.json"], ["--from='nowhere.json'", "cannot be read"]),
+        (["--host-cost", "--processes", "0"], ["--processes=0", "at least 1"]),
+    ],
+)
+def test_a_mistake_is_one_line(capsys, words, parts):
+    error = fails(capsys, "bench", *words)
+    for part in parts:
+        assert part in error
+
+
+@pytest.mark.world_size(1)
+def test_the_host_device_has_no_link_to_model(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a link to model")
+    assert "--link='spin'" in fails(capsys, "bench", "--link", "spin")
+
+
+@pytest.mark.world_size(2)
+def test_ranks_with_traffic_of_their_own_take_no_model(capsys):
+    assert "--link='none'" in fails(capsys, "bench", "--link", "none")
+
+
+@pytest.mark.world_size(1)
+def test_variants_of_a_group():
+    options = BenchOptions(preset="tiny", size=sized(SIZES["tiny"], []), layers=("local", "te"), delay_wgrad=True)
+    assert len(options.groups()) == 8
+    rows = options.variants(Group(mode="eager", layers="te", data_parallel="none"))
+    assert rows[0] == Variant(schedule="default")
+    assert [row.schedule for row in rows if row.delay_wgrad and row.traffic] == ["built-in", "ours", "ours-paired"]
+    local = options.variants(Group(mode="eager", layers="local", data_parallel="none"))
+    assert [row.schedule for row in local if row.delay_wgrad and row.traffic] == ["ours", "ours-paired"]
+    sharded = options.variants(Group(mode="eager", layers="local", data_parallel="mfsdp"))
+    assert {row.wrapper for row in sharded} == {"ddp", "mfsdp-hooks", "mfsdp"}
+    assert all(row.schedule != "built-in" for row in sharded)
+
+
+@pytest.mark.world_size(1)
+def test_names_of_megatron_are_put_back(capsys, tmp_path):
+    from megatron.core.models.common import utils
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def names():
+        return SimpleNamespace(
+            driver=schedules.combined_1f1b_schedule_for_no_pipelining,
+            all_to_all=token_dispatcher.all_to_all,
+            free=utils.should_free_input,
+        )
+
+    before = names()
+    run(
+        capsys,
+        tmp_path,
+        "--schedules",
+        "default,ours",
+        "--modes",
+        "eager",
+        "--data-parallel",
+        "none",
+        "--traffic",
+        "with",
+    )
+    assert names() == before
