@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import namedtuple
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +18,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from parity_testing import EXPERT_SIZE, forward_step
 
 import combined_1f1b
+from combined_1f1b import OverlapOptions
 from combined_1f1b.errors import ConfigError
 from combined_1f1b.fsdp_adapter import mfsdp_v2
 from combined_1f1b.schedule.cuda_graph import FullIterationGraph
-from combined_1f1b.schedule.static_batches import StaticBatches
 
 STATIC = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 
@@ -117,6 +115,51 @@ def test_training_and_evaluation_of_two_models_in_one_process(kind):
     assert_same_bits(history(True), history(False))
 
 
+CASES: dict[str, tuple[dict[str, Any], OverlapOptions]] = {
+    "head and tail pairing": ({}, OverlapOptions(pair_head_and_tail=True)),
+    "delayed weight gradients": (
+        {"delay_wgrad_compute": True, "overlap_moe_expert_parallel_comm": True},
+        OverlapOptions(pair_head_and_tail=True),
+    ),
+    "router losses and bias": (
+        {
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 0.1,
+            "moe_z_loss_coeff": 0.1,
+            "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
+        },
+        OverlapOptions(),
+    ),
+    "tied embeddings, multi-token prediction": (
+        {"share_embeddings_and_output_weights": True, "mtp_num_layers": 1},
+        OverlapOptions(),
+    ),
+    "recomputed attention": (
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        OverlapOptions(),
+    ),
+}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", CASES)
+def test_what_the_schedule_can_do_can_be_captured(case):
+    changes, options = CASES[case]
+    kinds = ("sharded", "ddp") if "delayed" in case else ("sharded",)
+    with combined_1f1b.install(options):
+        for kind in kinds:
+            trainer, eager = (Trainer(kind=kind, captured=captured, **changes) for captured in (True, False))
+            for _ in range(4):
+                assert_same_bits(trainer.train(), eager.train())
+            assert_same_bits(trainer.weights(), eager.weights())
+            assert_same_bits(_buffers(trainer), _buffers(eager))
+
+
+def _buffers(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: buffer for name, buffer in trainer.model.named_buffers() if buffer.is_floating_point()}
+
+
 @pytest.mark.world_size(1)
 def test_reset_forgets_everything_and_begins_again():
     trainer, eager = Trainer(captured=True), Trainer(captured=False)
@@ -127,109 +170,6 @@ def test_reset_forgets_everything_and_begins_again():
         assert_same_bits(trainer.train(), eager.train())
         assert trainer.call.is_captured == (number in (1, 2, 4))
     assert_same_bits(trainer.weights(), eager.weights())
-
-
-class TestBatches:
-    pytestmark = pytest.mark.world_size(1)
-    Pair = namedtuple("Pair", ["first", "second"])
-
-    @dataclass
-    class Packed:
-        lengths: torch.Tensor
-        kind: str = "thd"
-
-    def batch(self, value=0.0, **changes):
-        tensor = torch.full((2,), value)
-        fields = {"pair": self.Pair(tensor, None), "nested": {"list": [tensor, 3]}, "packed": self.Packed(tensor)}
-        return {**fields, "tuple": (tensor, "text"), "absent": None, **changes}
-
-    def test_any_nesting_keeps_its_form_and_its_addresses(self):
-        static, pointers = StaticBatches(), set()
-        for value in (1.0, 2.0):
-            found = list(static.load(iter([self.batch(value), self.batch(-value)]), 2))
-            for sign, batch in zip((1, -1), found, strict=True):
-                tensors = (batch["pair"].first, batch["nested"]["list"][0], batch["packed"].lengths, batch["tuple"][0])
-                assert [tensor.tolist() for tensor in tensors] == [[sign * value] * 2] * 4
-                pointers.update(tensor.data_ptr() for tensor in tensors)
-                assert (batch["pair"].second, batch["nested"]["list"][1], batch["absent"]) == (None, 3, None)
-                assert (batch["packed"].kind, batch["tuple"][1]) == ("thd", "text")
-        assert len(pointers) == 8  # every tensor of every micro-batch has a buffer, and keeps it
-
-    def test_what_forward_step_does_to_a_batch_is_forgotten(self):
-        static = StaticBatches()
-        for _ in range(2):
-            (batch,) = static.load(iter([self.batch()]), 1)
-            batch.pop("absent")
-            batch["nested"].clear()
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"tuple": (torch.ones(3), "text")}, r"micro-batch 0, 'tuple', 0.*\(3,\)"),
-            ({"tuple": (torch.ones(2).double(), "text")}, "float64"),
-            ({"tuple": (torch.ones(2), "other")}, "'tuple', 1.*other"),
-            ({"tuple": (torch.ones(2),)}, "'tuple'.*tuple of 0"),
-            ({"tuple": [torch.ones(2), "text"]}, "list of 0, 1"),
-            ({"absent": torch.ones(2)}, r"'absent'.*this was None"),
-            ({"pair": Pair(None, None)}, "'pair', 'first'.*=None"),
-            ({"more": 1}, "more"),
-            ({"nested": {"list": [torch.ones(2), 4]}}, "=4: "),
-            ({"nested": None}, "'nested'.*=None"),
-            ({"packed": {"lengths": torch.ones(2), "kind": "thd"}}, "'packed'"),
-        ],
-    )
-    def test_a_batch_that_changes_is_refused(self, change, message):
-        static = StaticBatches()
-        static.load(iter([self.batch()]), 1)
-        with pytest.raises(ConfigError, match=rf"(?s){message}.*reset"):
-            static.load(iter([self.batch(**change)]), 1)
-
-    def test_an_iterator_that_comes_or_goes_or_ends_is_refused(self):
-        for before, after in ((None, iter([1])), (iter([1]), None)):
-            static = StaticBatches()
-            static.load(before, 1)
-            with pytest.raises(ConfigError, match="data_iterator"):
-                static.load(after, 1)
-        with pytest.raises(StopIteration) as caught:
-            StaticBatches().load(iter([1]), 2)
-        assert "ended at micro-batch 1 of 2" in caught.value.__notes__[0]
-
-    def test_an_array_is_refused(self):
-        with pytest.raises(ConfigError, match="ndarray"):
-            StaticBatches().load(iter([torch.ones(1).numpy()]), 1)
-
-
-@pytest.mark.world_size(1)
-class TestChunks:
-    """Several model chunks: one iterator each, None where a chunk reads no data."""
-
-    def graph(self):
-        chunks = [build(expert_model_parallel_size=1, **STATIC) for _ in range(3)]
-        seed(3, graphable=True)
-        weights = [next(chunk.parameters()) for chunk in chunks]
-
-        def function(*, model, data_iterator, num_microbatches):
-            for iterator, weight in zip(data_iterator, weights, strict=True):
-                for _ in range(num_microbatches):
-                    value = 1.0 if iterator is None else next(iterator)["x"]
-                    (weight.float().sum() * value).backward()
-            return [weight.grad.flatten()[0] * 1 for weight in weights]
-
-        return FullIterationGraph(function, warmup_iterations=1), chunks
-
-    def test_each_chunk_reads_its_own_iterator(self):
-        graph, chunks = self.graph()
-        for turn in range(1, 5):
-            data = [iter([{"x": torch.tensor(x * turn)} for x in values]) for values in ((1.0, 2.0), (4.0, 4.0))]
-            found = graph(model=chunks, data_iterator=[data[0], None, data[1]], num_microbatches=2)
-            assert [value.item() for value in found] == [3.0 * turn, 2.0, 8.0 * turn]
-
-    def test_a_missing_iterator_is_refused(self):
-        graph, chunks = self.graph()
-        with pytest.raises(ConfigError, match=r"data_iterator='1 iterators'.*3 chunks"):
-            graph(model=chunks, data_iterator=[iter([])], num_microbatches=2)
-        with pytest.raises(TypeError, match="num_microbatches"):
-            graph(model=chunks, data_iterator=[None] * 3)
 
 
 class TestGradients:
