@@ -25,6 +25,7 @@ class Issue(NamedTuple):
     Attributes:
         index: position in the plan.
         op: the op.
+        lane: the lane whose stream issues it.
         waits: indices of the ops whose events its lane waits for.
         signals: whether another lane waits for it.
         release: index of the op at which its held references are dropped; its own index if there are none.
@@ -33,6 +34,7 @@ class Issue(NamedTuple):
 
     index: int
     op: Op
+    lane: Lane
     waits: tuple[int, ...]
     signals: bool
     release: int
@@ -61,6 +63,7 @@ def compile_plan(plan: Plan) -> tuple[Issue, ...]:
             Issue(
                 index=index,
                 op=op,
+                lane=op.issue_lane,
                 waits=plan.wait_indices[index],
                 signals=index in plan.signals,
                 release=release,
@@ -87,27 +90,27 @@ def execute(plan: Plan, *, lanes: Lanes, handlers: Mapping[Kind, Handler]) -> No
     streams, current = lanes.streams, lanes.compute
     events: dict[int, Any] = {}
     held: dict[int, list[Any]] = {}
-    issue = None
+    index = -1
     try:
         with torch.autograd.set_multithreading_enabled(False):
             for issue in compile_plan(plan):
-                stream = streams[issue.op.issue_lane]
+                index, op, lane, waits, signals, release, _ = issue
+                stream = streams[lane]
                 if stream is not current:
                     torch.cuda.set_stream(stream)
                     current = stream
-                for index in issue.waits:
-                    stream.wait_event(events[index])
-                held.pop(issue.index, None)
-                references = handlers[issue.op.kind](issue)
-                if issue.release > issue.index and references:
-                    held.setdefault(issue.release, []).append(references)
+                for awaited in waits:
+                    stream.wait_event(events[awaited])
+                held.pop(index, None)
+                references = handlers[op.kind](issue)
+                if release > index and references:
+                    held.setdefault(release, []).append(references)
                 del references  # what nothing has to hold is free before the next op allocates
-                if issue.signals:
-                    events[issue.index] = stream.record_event()
+                if signals:
+                    events[index] = stream.record_event()
     except Exception as error:
-        if issue is not None:
-            index = issue.index
-            error.add_note(f"while issuing op {index}, {issue.op.name}, of the plan:\n{plan.excerpt(index)}")
+        if index >= 0:
+            error.add_note(f"while issuing op {index}, {plan.ops[index].name}, of the plan:\n{plan.excerpt(index)}")
         raise
     finally:
         torch.cuda.set_stream(lanes.compute)

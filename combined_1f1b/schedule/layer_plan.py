@@ -65,9 +65,10 @@ class MicroBatch:
         self._nodes: dict[NodeKey, Node] = {}
         self.clear()
 
-    def start(self, *, index: int, call: RecordedCall, apart: bool) -> None:
-        """Become micro-batch `index`, which runs the recorded call."""
+    def start(self, *, index: int, call: RecordedCall, apart: bool, is_interleaved: bool) -> None:
+        """Become micro-batch `index`, which runs the recorded call; see `ModelChunk.start_microbatch`."""
         self.index = index
+        self._is_interleaved = is_interleaved
         self.loss_func = call.loss_func
         self.shared = SharedWeights() if apart else None
         state = self.chunk_state
@@ -93,9 +94,9 @@ class MicroBatch:
     def forward_node(self, key: NodeKey) -> Node:
         """The node of this (stage, part), about to run forward: the layer's modules hold this micro-batch's state."""
         state = self._chunk.templates[key].layer_state
-        if state is not None:
+        if state is not None and (self._is_interleaved or state.is_needed_in_backward):
             state.activate(self.index)
-        return self._node(key)
+        return self._nodes.get(key) or self._make_node(key)
 
     def backward_node(self, key: NodeKey) -> Node:
         """The node of this (stage, part), about to run backward, where a recomputed forward needs the state too."""
@@ -104,20 +105,18 @@ class MicroBatch:
             state.activate(self.index)
         return self._nodes[key]
 
-    def _node(self, key: NodeKey) -> Node:
-        node = self._nodes.get(key)
-        if node is None:
-            template = self._chunk.templates[key]
-            node = self._nodes[key] = Node(
-                template.function,
-                layer_state=self._layer_states.setdefault(key[0], SimpleNamespace()),
-                chunk_state=self.chunk_state,
-                keep_graph=template.keep_graph,
-                delayed=template.delayed,
-                is_first_layer=template.is_first_layer,
-                is_last_layer=template.is_last_layer,
-                is_mtp=template.is_mtp,
-            )
+    def _make_node(self, key: NodeKey) -> Node:
+        template = self._chunk.templates[key]
+        node = self._nodes[key] = Node(
+            template.function,
+            layer_state=self._layer_states.setdefault(key[0], SimpleNamespace()),
+            chunk_state=self.chunk_state,
+            keep_graph=template.keep_graph,
+            delayed=template.delayed,
+            is_first_layer=template.is_first_layer,
+            is_last_layer=template.is_last_layer,
+            is_mtp=template.is_mtp,
+        )
         return node
 
 
@@ -179,10 +178,15 @@ class ModelChunk:
             embedding = _AliasedEmbedding(embedding, shared)
         return SimpleNamespace(decoder=self.model.decoder, embedding=embedding, vp_stage=self.model.vp_stage)
 
-    def start_microbatch(self, *, index: int, call: RecordedCall, apart: bool) -> MicroBatch:
-        """A micro-batch at its start, with the nodes of an earlier one where there are any."""
+    def start_microbatch(self, *, index: int, call: RecordedCall, apart: bool, is_interleaved: bool) -> MicroBatch:
+        """A micro-batch at its start, with the nodes of an earlier one where there are any.
+
+        Args:
+            apart: hold its contributions to weights that several nodes use apart.
+            is_interleaved: another micro-batch's forward runs in between its own nodes.
+        """
         microbatch = self._unused.pop() if self._unused else MicroBatch(self)
-        microbatch.start(index=index, call=call, apart=apart)
+        microbatch.start(index=index, call=call, apart=apart, is_interleaved=is_interleaved)
         return microbatch
 
     def end_microbatch(self, microbatch: MicroBatch) -> None:

@@ -2,8 +2,8 @@
 
 A layer's token dispatcher keeps splits and permutation maps between dispatch preprocess, dispatch, combine and
 unpermute. With the nodes of two micro-batches interleaved, a second forward of the layer would overwrite them. Each
-micro-batch therefore has its own values of the names below, and a layer's modules hold those of the micro-batch that
-ran last.
+micro-batch whose nodes interleave with another's so has its own values of the names below, and a layer's modules hold
+those of the micro-batch that ran last.
 """
 
 from __future__ import annotations

@@ -99,7 +99,13 @@ def run_iteration(
         chunk=chunk, driver=driver, num_microbatches=inputs.num_microbatches, config=inputs.config, options=options
     )
     lanes = Lanes(gather=driver.gather_stream, high_priority=inputs.config.high_priority_a2a_comm_stream)
-    step = Step(inputs=inputs, chunk=chunk, driver=driver, held_gradients=plan.held_gradients)
+    step = Step(
+        inputs=inputs,
+        chunk=chunk,
+        driver=driver,
+        held_gradients=plan.held_gradients,
+        interleaved=(0, 1) if plan.pairs.head_pairs else (),
+    )
     try:
         step.open()
         driver.begin_iteration()

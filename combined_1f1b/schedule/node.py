@@ -54,7 +54,7 @@ class BackwardResult(NamedTuple):
     """Gradients of a node's inputs, in order, and the references that the executor holds until the lanes have met."""
 
     input_gradients: tuple[torch.Tensor | None, ...]
-    held: tuple[Any, ...]
+    held: list[Any]
 
 
 def no_record_stream(_stream: Any) -> None:
@@ -82,8 +82,8 @@ class Node:
         "_detached",
         "_edges",
         "_entered",
-        "_entries",
         "_function",
+        "_has_slot",
         "_keep_graph",
         "_pending",
         "_slots",
@@ -127,7 +127,7 @@ class Node:
 
     def _forget_segment(self) -> None:
         self._slots: list[torch.Tensor | None] = []
-        self._entries: list[int | None] = []
+        self._has_slot: tuple[bool, ...] | None = None
         self._entered: list[StorageWeakRef] = []
         self._edges: list[GradientEdge | None] = []
         self._detached: list[torch.Tensor] = []
@@ -135,30 +135,28 @@ class Node:
 
     def forward(self, inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Run the function on aliases of `inputs` and keep the gradient edges of what it returns."""
-        arguments: list[torch.Tensor | None] = []
-        entering: list[torch.Tensor] = []
-        for tensor in inputs:
-            if tensor is not None and tensor.requires_grad:
-                self._entries.append(len(entering))
-                entering.append(tensor)
-            else:
-                self._entries.append(None)
-                tensor = None if tensor is None else tensor.detach()
-            arguments.append(tensor)
+        entering = tuple([tensor for tensor in inputs if tensor is not None and tensor.requires_grad])
+        entries: tuple[torch.Tensor, ...] = ()
         if entering:
             self._slots = [None] * len(entering)
-            entries = _Entry.apply(self._anchor, self._slots, tuple(entering))
+            entries = _Entry.apply(self._anchor, self._slots, entering)
+        if len(entering) == len(inputs):
+            arguments: Sequence[torch.Tensor | None] = entries
+        else:
+            self._has_slot = tuple([tensor is not None and tensor.requires_grad for tensor in inputs])
+            entry = iter(entries)
             arguments = [
-                argument if entry is None else entries[entry]
-                for argument, entry in zip(arguments, self._entries, strict=True)
+                next(entry) if has_slot else None if tensor is None else tensor.detach()
+                for has_slot, tensor in zip(self._has_slot, inputs, strict=True)
             ]
         if not self._keep_graph:
             self._entered = [StorageWeakRef(tensor.untyped_storage()) for tensor in entering]
-        if self._delayed is not None:
-            self._delayed.pending = self._pending
+        delayed = self._delayed
+        if delayed is not None:
+            delayed.pending = self._pending
         outputs = self._function(self, *arguments)
-        if self._delayed is not None:
-            self._delayed.pending = None
+        if delayed is not None:
+            delayed.pending = None
         if not isinstance(outputs, tuple):
             outputs = (outputs,)
         self._edges = [_edge(output) for output in outputs]
@@ -183,25 +181,22 @@ class Node:
             output_gradients: one for each output of the forward; None where none arrived.
         """
         assert len(output_gradients) == len(self._edges), "one gradient for each output"
-        detached_gradients = [leaf.grad for leaf in self._detached]
-        roots, gradients = [], []
-        for edge, gradient in zip(
-            (*self._edges, *self._before_detached), (*output_gradients, *detached_gradients), strict=True
-        ):
-            if edge is not None and gradient is not None:
-                roots.append(edge)
-                gradients.append(gradient)
-        held: list[Any] = [*output_gradients, *detached_gradients]
-        held += [torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in self._entered]
-        if self._delayed is not None:
-            self._delayed.pending = self._pending  # a recomputed forward runs inside the engine
-        if roots:
+        held: list[Any] = [*output_gradients, *[leaf.grad for leaf in self._detached]]
+        ends = zip((*self._edges, *self._before_detached), held, strict=True)
+        reached = [end for end in ends if end[0] is not None and end[1] is not None]
+        if not self._keep_graph:
+            held += [torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in self._entered]
+        delayed = self._delayed
+        if delayed is not None:
+            delayed.pending = self._pending  # a recomputed forward runs inside the engine
+        if reached:
+            roots, gradients = zip(*reached, strict=True)
             run_engine(roots, gradients, keep_graph=self._keep_graph)
-        if self._delayed is not None:
-            self._delayed.pending = None
-        if self._keep_graph:
-            held.append(roots)
-        return BackwardResult(self.take_input_gradients(), tuple(held))
+            if self._keep_graph:
+                held.append(roots)
+        if delayed is not None:
+            delayed.pending = None
+        return BackwardResult(self.take_input_gradients(), held)
 
     def weight_gradients(self) -> list[Any]:
         """Compute and accumulate the weight gradients that `backward` has left; returns the references to hold."""
@@ -210,7 +205,10 @@ class Node:
 
     def take_input_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """Return what the entries kept, one for each input, and forget the segment."""
-        gradients = tuple([None if entry is None else self._slots[entry] for entry in self._entries])
+        gradients = tuple(self._slots)
+        if self._has_slot is not None:
+            slot = iter(gradients)
+            gradients = tuple([next(slot) if has_slot else None for has_slot in self._has_slot])
         self._forget_segment()
         return gradients
 
@@ -218,7 +216,7 @@ class Node:
 def run_engine(roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], *, keep_graph: bool) -> None:
     """`torch.autograd.backward` for roots that have their gradients: without the checks, which cost half of a call."""
     torch.autograd.Variable._execution_engine.run_backward(
-        tuple(roots), tuple(gradients), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
+        roots, gradients, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
@@ -226,6 +224,8 @@ def _edge(output: Any) -> GradientEdge | None:
     if not isinstance(output, torch.Tensor) or not output.requires_grad:
         return None
     node = output.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):
-        return get_gradient_edge(output)  # a leaf, or a Python node, which needs an owner
+    if node is None:
+        return get_gradient_edge(output)
+    if isinstance(node, torch._C._FunctionBase):  # what Python holds of such a node does not keep its graph
+        return GradientEdge(output.view_as(output).grad_fn, 0)
     return GradientEdge(node, output.output_nr)

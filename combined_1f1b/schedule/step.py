@@ -7,7 +7,7 @@ F{m}.loss        the user's loss_func through Megatron's own scaling       B{m}.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from combined_1f1b.schedule.executor import Handler, Issue
 from combined_1f1b.schedule.layer_plan import MicroBatch, ModelChunk
 from combined_1f1b.schedule.model_check import check_arguments
 from combined_1f1b.schedule.node import Node
-from combined_1f1b.schedule.ops import Kind
+from combined_1f1b.schedule.ops import Kind, Op
 from combined_1f1b.schedule.recorder import record_forward_step
 
 
@@ -86,6 +86,7 @@ class Step:
         chunk: the model, cut into nodes.
         driver: the sharding driver.
         held_gradients: op index -> units that the op gives gradients while another micro-batch's are not reduced yet.
+        interleaved: micro-batches whose forward runs interleaved with another's forward.
 
     Attributes:
         num_tokens: what the loss functions counted, one tensor per micro-batch.
@@ -98,6 +99,7 @@ class Step:
         chunk: ModelChunk,
         driver: ShardingDriver,
         held_gradients: Mapping[int, tuple[str, ...]],
+        interleaved: Container[int],
     ) -> None:
         self._inputs = inputs
         self._config = inputs.config
@@ -106,6 +108,7 @@ class Step:
         self._apart = self._needs_shared_weights()
         self._microbatches: dict[int, MicroBatch] = {}
         self._held_gradients = held_gradients
+        self._interleaved = interleaved
         self._held: dict[str, list[torch.Tensor | None]] = {}
         self._forward_timer = _PhaseTimer("forward-compute", inputs.config.timers)
         self._backward_timer = _PhaseTimer("backward-compute", inputs.config.timers)
@@ -147,17 +150,22 @@ class Step:
         op = issue.op
         nvtx_range_push(op.name)
         try:
+            if not self._config.enable_autocast:
+                return self._forward_op(op)
             with self._autocast():
-                if op.stage == "embedding":
-                    self._start(op.microbatch)
-                microbatch = self._microbatches[op.microbatch]
-                if op.stage == "loss":
-                    return self._forward_loss(microbatch)
-                entered = microbatch.values
-                microbatch.values = microbatch.forward_node((op.stage, op.part)).forward(entered)
-                return entered
+                return self._forward_op(op)
         finally:
             nvtx_range_pop(op.name)
+
+    def _forward_op(self, op: Op) -> Any:
+        if op.stage == "embedding":
+            self._start(op.microbatch)
+        microbatch = self._microbatches[op.microbatch]
+        if op.stage == "loss":
+            return self._forward_loss(microbatch)
+        entered = microbatch.values
+        microbatch.values = microbatch.forward_node((op.stage, op.part)).forward(entered)
+        return entered
 
     def _backward(self, issue: Issue) -> Any:
         op = issue.op
@@ -233,7 +241,9 @@ class Step:
             error.add_note(f"the data iterator ended at micro-batch {index} of {inputs.num_microbatches}")
             raise
         check_arguments(self._config, call.arguments)
-        self._microbatches[index] = self._chunk.start_microbatch(index=index, call=call, apart=self._apart)
+        self._microbatches[index] = self._chunk.start_microbatch(
+            index=index, call=call, apart=self._apart, is_interleaved=index in self._interleaved
+        )
 
     def _forward_loss(self, microbatch: MicroBatch) -> None:
         inputs = self._inputs
