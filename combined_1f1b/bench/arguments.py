@@ -45,7 +45,12 @@ def add_bench_command(commands: argparse._SubParsersAction, run: Callable[[argpa
         help="of default,built-in,ours,ours-paired (default: all)",
     )
     what.add_argument("--delay-wgrad", action="store_true", help="rows with delayed weight gradients too")
-    what.add_argument("--traffic", default="with,without", metavar="LIST", help="of with,without (default: both)")
+    what.add_argument(
+        "--no-traffic",
+        default="default,built-in,ours,ours-paired",
+        metavar="LIST",
+        help="schedules that run without traffic too, or none (default: all); each graph takes memory",
+    )
     what.add_argument("--link", metavar="KIND", help="spin, copy (modelled), real or none (default: what fits here)")
     what.add_argument("--bandwidth", type=float, default=80.0, metavar="GB/S", help="of the spinning link (default 80)")
     how = parser.add_argument_group("how")

@@ -87,7 +87,9 @@ def options_of(arguments: argparse.Namespace) -> BenchOptions:
         data_parallel=choices("--data-parallel", arguments.data_parallel, known.DATA_PARALLEL),
         schedules=choices("--schedules", arguments.schedules, known.SCHEDULES),
         delay_wgrad=arguments.delay_wgrad,
-        traffic=tuple(name == "with" for name in choices("--traffic", arguments.traffic, ("with", "without"))),
+        no_traffic=()
+        if arguments.no_traffic == "none"
+        else choices("--no-traffic", arguments.no_traffic, known.SCHEDULES),
         link=link,
         bandwidth=arguments.bandwidth,
         samples=10 if arguments.samples is None else arguments.samples,
@@ -157,7 +159,7 @@ def _heading(*, ranks: int) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": " ".join([start, "combined_1f1b", *sys.argv[1:]]),
+        "command": " ".join([start, "combined_1f1b", *_without_results(sys.argv[1:])]),
         "machine": {
             "device": torch.cuda.get_device_name() if has_cuda else f"host device (CPU, {platform.machine()})",
             "ranks": ranks,
@@ -172,6 +174,20 @@ def _heading(*, ranks: int) -> dict[str, Any]:
             **{name: version_of(name) for name in ("megatron-core", "transformer-engine", "combined_1f1b")},
         },
     }
+
+
+def _without_results(words: list[str]) -> list[str]:
+    """The words of the command line without where the results go: they change nothing that is measured."""
+    kept, skip = [], False
+    for word in words:
+        flag = word.split("=")[0]
+        if flag in ("--json", "--markdown", "--plots"):
+            skip = "=" not in word
+        elif skip:
+            skip = False
+        elif word != "--debug":
+            kept.append(word)
+    return kept
 
 
 def _has_wrong_losses(report: Report) -> bool:

@@ -104,8 +104,8 @@ class Variant:
 class BenchOptions:
     """A whole measurement.
 
-    bandwidth: GB/s of the spinning link. samples: of each variant. warmup: iterations before them.
-    traces: profile one more step of each variant for exposed and blocking traffic.
+    no_traffic: schedules that run without traffic too. bandwidth: GB/s of the spinning link. samples: of each variant.
+    warmup: iterations before them. traces: profile one more step of each variant for exposed and blocking traffic.
     """
 
     preset: str
@@ -115,7 +115,7 @@ class BenchOptions:
     data_parallel: tuple[str, ...] = DATA_PARALLEL
     schedules: tuple[str, ...] = SCHEDULES
     delay_wgrad: bool = False
-    traffic: tuple[bool, ...] = (True, False)
+    no_traffic: tuple[str, ...] = SCHEDULES
     link: str = "spin"
     bandwidth: float = 80.0
     samples: int = 10
@@ -147,7 +147,7 @@ class BenchOptions:
         return [
             Variant(schedule=schedule, wrapper=wrapper, delay_wgrad=delayed, traffic=traffic)
             for schedule, wrapper, delayed in rows
-            for traffic in self.traffic
+            for traffic in ((True, False) if schedule in self.no_traffic else (True,))
         ]
 
 
@@ -208,8 +208,6 @@ def check(options: BenchOptions, *, has_cuda: bool, ranks: int) -> None:
         raise ConfigError.of(
             "--schedules", ",".join(options.schedules), "every row is compared with the default schedule", "add default"
         )
-    if True not in options.traffic:
-        raise ConfigError.of("--traffic", "without", "losses are compared with the run that has traffic", "add with")
     if options.link != "real" and ranks > 1:
         raise ConfigError.of(
             "--link", options.link, f"{ranks} ranks have traffic of their own", "use --link real, or one rank"

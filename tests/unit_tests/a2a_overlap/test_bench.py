@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from cli_testing import ending_process_groups, fails, shared_folder
 
 from combined_1f1b.bench import workload
+from combined_1f1b.bench.link import Link
 from combined_1f1b.bench.options import DEFAULT, BenchOptions, Group, Variant, sized
 from combined_1f1b.bench.options import PRESETS as SIZES
 from combined_1f1b.cli import main
@@ -42,16 +45,20 @@ def variants_of(report):
 
 
 @pytest.mark.world_size(1)
-def test_all_schedules_eager_and_in_a_graph(capsys, tmp_path):
-    words = ["--data-parallel", "none", "--traffic", "with"]
+def test_all_schedules_eager_and_in_a_graph(capsys, tmp_path, monkeypatch):
+    words = ["--data-parallel", "none", "--no-traffic", "none"]
     words += ["--markdown", str(tmp_path / "bench.md"), "--plots", str(tmp_path / "plots")]
+    monkeypatch.setattr(
+        sys, "argv", ["combined_1f1b", "bench", *SMALL, *words, "--json", "report.json", "--plots=here"]
+    )
     report, text, code = run(capsys, tmp_path, *words)
     assert code == 0
     assert report["format"] == 1
     assert report["machine"]["ranks"] == 1
     assert report["versions"]["torch"] == torch.__version__
     assert report["options"]["size"]["num_layers"] == 1
-    assert "combined_1f1b" in report["command"]
+    command = " ".join(["python -m combined_1f1b bench", *SMALL, "--data-parallel none --no-traffic none"])
+    assert report["command"] == command, "with what was measured, without where the results went"
     assert [group["mode"] for group in report["groups"]] == ["eager", "graph"]
     for group in report["groups"]:
         assert [entry["schedule"] for entry in group["variants"]] == ["default", "built-in", "ours", "ours-paired"]
@@ -77,7 +84,7 @@ def test_all_schedules_eager_and_in_a_graph(capsys, tmp_path):
 
 @pytest.mark.world_size(2)
 def test_a_real_all_to_all_with_sharding_and_delayed_weights(capsys, tmp_path):
-    words = ("--schedules", "default,ours", "--traffic", "with", "--delay-wgrad", "--data-parallel", "mfsdp")
+    words = ("--schedules", "default,ours", "--no-traffic", "none", "--delay-wgrad", "--data-parallel", "mfsdp")
     report, text, code = run(capsys, shared_folder(tmp_path), *words)
     assert code == 0
     assert report["link"] == {"kind": "real", "description": "all-to-all over gloo", "early_frees": True}
@@ -124,7 +131,7 @@ def test_other_losses_are_found_and_end_with_1(capsys, tmp_path, monkeypatch):
         return output, loss_func
 
     monkeypatch.setattr(workload, "forward_step", another_step)
-    words = ("--schedules", "default,ours", "--traffic", "with", "--data-parallel", "none", "--modes", "eager")
+    words = ("--schedules", "default,ours", "--no-traffic", "none", "--data-parallel", "none", "--modes", "eager")
     report, text, code = run(capsys, tmp_path, *words)
     assert code == 1
     assert [entry["losses_compared"] for entry in report["groups"][0]["variants"]] == ["reference", "different"]
@@ -148,7 +155,7 @@ def test_what_megatrons_own_schedule_cannot_do_is_a_row_and_not_an_end(capsys, t
     from megatron.core.pipeline_parallel import schedules
 
     driver = schedules.combined_1f1b_schedule_for_no_pipelining
-    words = ("--schedules", "default,built-in", "--traffic", "with", "--data-parallel", "none", "--modes", "eager")
+    words = ("--schedules", "default,built-in", "--no-traffic", "none", "--data-parallel", "none", "--modes", "eager")
     try:
         report, text, code = run(capsys, tmp_path, *words)
     finally:
@@ -166,7 +173,7 @@ def test_what_megatrons_own_schedule_cannot_do_is_a_row_and_not_an_end(capsys, t
         (["--modes", "eager,warp"], ["--modes='warp'", "eager,graph"]),
         (["--modes", ","], ["--modes=','", "nothing is chosen"]),
         (["--schedules", "ours"], ["--schedules='ours'", "add default"]),
-        (["--traffic", "without"], ["--traffic='without'", "add with"]),
+        (["--no-traffic", "all"], ["--no-traffic='all'", "default,built-in"]),
         (["--samples", "0"], ["--samples=0", "at least 1"]),
         (["--warmup", "0"], ["--warmup=0", "at least 1"]),
         (["--bandwidth", "0"], ["--bandwidth=0", "positive"]),
@@ -204,6 +211,11 @@ def test_variants_of_a_group():
     rows = options.variants(Group(mode="eager", layers="te", data_parallel="none"))
     assert rows[0] == Variant(schedule="default")
     assert [row.schedule for row in rows if row.delay_wgrad and row.traffic] == ["built-in", "ours", "ours-paired"]
+    assert len(rows) == 2 * 7
+    few = dataclasses.replace(options, no_traffic=(DEFAULT,)).variants(
+        Group(mode="eager", layers="te", data_parallel="none")
+    )
+    assert [row for row in few if not row.traffic] == [Variant(schedule=DEFAULT, traffic=False)]
     local = options.variants(Group(mode="eager", layers="local", data_parallel="none"))
     assert [row.schedule for row in local if row.delay_wgrad and row.traffic] == ["ours", "ours-paired"]
     sharded = options.variants(Group(mode="eager", layers="local", data_parallel="mfsdp"))
@@ -238,3 +250,51 @@ def test_names_of_megatron_are_put_back(capsys, tmp_path):
         "with",
     )
     assert names() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.world_size(1)
+def test_a_spinning_link_takes_the_time_of_its_bytes():
+    link = Link(kind="spin", bandwidth=10.0)
+    tensor = torch.ones(50_000_000, dtype=torch.uint8, device="cuda")
+    seconds = []
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        assert link.carry(tensor) is tensor
+        end.record()
+        end.synchronize()
+        seconds.append(1e-3 * start.elapsed_time(end))
+    # 50 MB at 10 GB/s. The clock that `_sleep` counts may change between calibration and use: 20%.
+    assert sorted(seconds)[2] == pytest.approx(5e-3, rel=0.2)
+
+
+@pytest.mark.gpu
+@pytest.mark.world_size(1)
+def test_a_copying_link_gives_back_the_same_bytes_in_other_memory():
+    link = Link(kind="copy", bandwidth=1.0)
+    tensor = torch.randn(3, 5, dtype=torch.bfloat16, device="cuda").t()
+    arrived = link.carry(tensor)
+    assert torch.equal(arrived, tensor)
+    assert arrived.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+    link.traffic = False
+    assert link.carry(tensor) is tensor
+
+
+@pytest.mark.gpu
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize("link", ["spin", "copy"])
+def test_modelled_traffic_is_seen_in_traces_and_times(capsys, tmp_path, link):
+    words = ("--link", link, "--bandwidth", "0.01", "--data-parallel", "none", "--plots", str(tmp_path))
+    report, _, code = run(capsys, tmp_path, *words)
+    assert code == 0
+    for group in report["groups"]:
+        for entry in group["variants"]:
+            assert not entry["refused"], entry["refused"]
+            assert entry["peak_allocated"] > 0
+            assert (entry["traffic_shares"] is None) == (not entry["traffic"])
+            if entry["traffic"]:
+                shares = entry["traffic_shares"]
+                assert 0 < shares["communication"] <= shares["span"]
+                assert shares["blocking"] <= shares["exposed"] <= shares["communication"]
+    assert (tmp_path / "hidden.svg").exists() or link == "copy"
