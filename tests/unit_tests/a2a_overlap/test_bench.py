@@ -246,8 +246,8 @@ def test_names_of_megatron_are_put_back(capsys, tmp_path):
         "eager",
         "--data-parallel",
         "none",
-        "--traffic",
-        "with",
+        "--no-traffic",
+        "none",
     )
     assert names() == before
 
