@@ -99,8 +99,8 @@ def loss_of(model: Callable[..., torch.Tensor], batch: dict[str, torch.Tensor]) 
 
 
 def output_of(model: Callable[..., torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    positions = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE).cuda()
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1).cuda()
+    positions = torch.arange(SEQUENCE, device="cuda").expand(BATCH, SEQUENCE)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device="cuda").triu(1)
     return model(batch["tokens"], positions, mask, labels=batch["labels"])
 
 
