@@ -11,7 +11,7 @@ import torch
 Stream = Any
 """A HostStream, or the name of a process group for the stream that its asynchronous collectives run on."""
 
-_METADATA_ONLY = re.compile("new_.*|.*_like|set_|is_pinned")
+_METADATA_ONLY = re.compile("new_.*|.*_like|set_|is_pinned|_unsafe_view")
 _SYNCHRONISING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MASKS = (torch.bool, torch.uint8)
 

@@ -16,8 +16,8 @@ Asynchronous collectives run on a stream of their group's, as NCCL's do: forked 
 stream that is current at `Work.wait`, and until then the Work keeps their tensors.
 
 On the host device all tensors are on the CPU. Those that a GPU program would have on the CPU too are known by how they
-were made (a factory without `device`, the random state, or nothing but such tensors); they are never in a race, and
-reading them does not synchronise. `.cuda()` and `.to(device)` turn them into device memory.
+were made (a factory without `device` or with "cpu", the random state, or nothing but such tensors); they are never in a
+race, and reading them does not synchronise. `.cuda()` and `.to(device)` turn them into device memory.
 
 What is not caught:
 
@@ -44,8 +44,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from combined_1f1b.host.accesses import Access, Memory, Signature, Stream, extent_of, stream_name, tensors_in
 from combined_1f1b.host.activation import observing
@@ -60,7 +62,7 @@ _HOST_FACTORIES = (
 )  # fmt: skip
 _READING_ON_HOST = ("cpu", "tolist")
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-_EXECUTOR = ("combined_1f1b.schedule.executor", "execute", "op")  # module, function and its variable
+_EXECUTOR = ("combined_1f1b.schedule.executor", "execute", "issue")  # module, function, and its variable of an Issue
 
 
 class RaceError(RuntimeError):
@@ -88,17 +90,18 @@ class RaceChecker(TorchDispatchMode):
         self._has_reported = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if FakeTensor in types:
+            return func(*args, **kwargs)
         # A wrapper such as DTensor unwraps itself first: its inner tensors come back here.
         if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented
-        kwargs = kwargs or {}
-        outputs = func(*args, **kwargs)
-        if not self._has_reported:  # what cleans up after a report may do as it likes
-            signature = self._signatures.get(func)
-            if signature is None:
-                signature = self._signatures[func] = Signature(func)
-            self._operate(signature, args, kwargs, outputs)
-        return outputs
+        if self._has_reported:  # what cleans up after a report may do as it likes
+            return func(*args, **kwargs)
+        signature = self._signatures.get(func)
+        if signature is None:
+            signature = self._signatures[func] = Signature(func)
+        return self._operate(signature, func, args, kwargs)
 
     def observe(self, step: StreamStep) -> None:
         """Hear of a stream or an event."""
@@ -157,7 +160,8 @@ class RaceChecker(TorchDispatchMode):
         def move(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             moved = original(tensor, *args, **kwargs)
             device = kwargs.get("device", args[0] if args else None)
-            if name == "cuda" or isinstance(device, torch.device | int) or str(device).startswith("cuda"):
+            is_moved = isinstance(device, torch.device | int) or (isinstance(device, str) and device != "cpu")
+            if name == "cuda" or is_moved:
                 storage = moved.untyped_storage()
                 if not self._has_reported and self._memory_of(storage).is_host:
                     self._allocate(storage, self._next(torch.cuda.current_stream(), f"Tensor.{name}"), moved)
@@ -168,38 +172,50 @@ class RaceChecker(TorchDispatchMode):
     def _making(self, original: Callable[..., Any], _name: str) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:
             tensor = original(*args, **kwargs)
-            if kwargs.get("device") is None:
+            device = kwargs.get("device")
+            if device is None or device == "cpu":  # a torch.device of the CPU is what a "CUDA" tensor has here
                 self._memory_of(tensor.untyped_storage()).is_host = True
             return tensor
 
         return make
 
-    def _operate(self, signature: Signature, args: Any, kwargs: Any, outputs: Any) -> None:
+    def _operate(self, signature: Signature, func: Any, args: Any, kwargs: Any) -> Any:
         given = [(t, self._memory_of(t.untyped_storage()), kind) for t, kind in signature.given(args, kwargs)]
-        made = [tensor for tensor in tensors_in(outputs) if tensor.untyped_storage()._cdata not in self._memory]
         if given and all(memory.is_host for _, memory, _ in given):
-            for tensor in made:
+            outputs = func(*args, **kwargs)
+            for tensor in self._made(outputs):
                 self._memory_of(tensor.untyped_storage()).is_host = True
-            return
-        if not made and isinstance(outputs, torch.Tensor) and not any(is_write for _, _, is_write in given):
-            return  # a view, whether its schema says so or not
+            return outputs
         stream = torch.cuda.current_stream()
         is_asynchronous = signature.is_asynchronous(args)
         if is_asynchronous:
             group = next(value for value in args if isinstance(value, torch.ScriptObject))
             current, stream = stream, ProcessGroup.unbox(group).group_name
             self._clocks.wait(stream, self._clocks.of(current))
-        access = self._next(stream, signature.operation)
-        for tensor, memory, is_write in given:
-            if is_write is not None and not memory.is_host:
-                self._check(tensor, memory, access, is_write=is_write)
-        for tensor in made:
-            self._allocate(tensor.untyped_storage(), access, tensor)
+        access = None
+        if any(is_write is not None for _, _, is_write in given):
+            access = self._next(stream, signature.operation)
+            # Before the operation: a collective that is under way could not be taken back.
+            for tensor, memory, is_write in given:
+                if is_write is not None and not memory.is_host:
+                    self._check(tensor, memory, access, is_write=is_write)
         if is_asynchronous:
-            work = Work.unbox(outputs[-1] if isinstance(outputs, tuple) else outputs)
-            self._works[work] = (dict(self._clocks.of(stream)), given)
-        elif signature.synchronises(args):
+            outputs = func(*args, **kwargs)
+            self._works[_work_of(outputs)] = (dict(self._clocks.of(stream)), given)
+        elif signature.is_collective:
+            outputs = _run_on_copies(func, args, [(tensor, is_write) for tensor, _, is_write in given])
+        else:
+            outputs = func(*args, **kwargs)
+            for tensor in self._made(outputs):
+                access = access or self._next(stream, signature.operation)
+                self._allocate(tensor.untyped_storage(), access, tensor)
+        if signature.synchronises(args):
             self._clocks.synchronise_host(self._clocks.of(stream))
+        return outputs
+
+    def _made(self, outputs: Any) -> list[torch.Tensor]:
+        """The outputs whose storages are new."""
+        return [tensor for tensor in tensors_in(outputs) if tensor.untyped_storage()._cdata not in self._memory]
 
     def _next(self, stream: Stream, operation: str) -> Access:
         self.operations += 1
@@ -260,6 +276,21 @@ class RaceChecker(TorchDispatchMode):
         raise RaceError(message)
 
 
+def _run_on_copies(func: Any, args: Any, given: list[tuple[torch.Tensor, bool | None]]) -> Any:
+    """Run a collective to its end on copies: gloo's threads let go of its tensors at a moment that nobody controls."""
+    copies = {id(tensor): tensor.clone() for tensor, _ in given}
+    outputs = func(*tree_map_only(torch.Tensor, lambda tensor: copies[id(tensor)], args))
+    _work_of(outputs).wait()
+    for tensor, is_write in given:
+        if is_write:
+            tensor.data.copy_(copies[id(tensor)])  # .data: autograd counts no change, as in the collective itself
+    return outputs
+
+
+def _work_of(outputs: Any) -> Work:
+    return Work.unbox(outputs[-1] if isinstance(outputs, tuple) else outputs)
+
+
 def _place() -> tuple[tuple[str, int], str]:
     """Where the operation was called outside of torch and the host device, and the plan's op that is being issued."""
     module, function, variable = _EXECUTOR
@@ -270,7 +301,7 @@ def _place() -> tuple[tuple[str, int], str]:
         if not line[0] and not code.co_filename.startswith(_FOREIGN):
             line = (code.co_filename, frame.f_lineno)
         if code.co_name == function and frame.f_globals["__name__"] == module:
-            return line, str(frame.f_locals[variable])
+            return line, str(frame.f_locals[variable].op)
         frame = frame.f_back
     return line, ""
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import re
+import time
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import combined_1f1b.host as host
+
+pytestmark = pytest.mark.world_size(1)
 
 
 @pytest.fixture(autouse=True)
@@ -196,6 +200,7 @@ def test_tensors_of_the_host_are_in_no_race_until_they_are_moved():
             moved * 2
 
 
+@pytest.mark.world_size(1, 2)
 def test_collectives():
     for asynchronous, waiting in ((False, False), (True, True)):
         with host.checking_races():
@@ -212,6 +217,7 @@ def test_collectives():
         work.wait()
 
 
+@pytest.mark.world_size(1, 2)
 def test_an_unfinished_collective_keeps_its_tensors():
     size = torch.distributed.get_world_size()
     with host.checking_races():
@@ -222,16 +228,21 @@ def test_an_unfinished_collective_keeps_its_tensors():
         torch.empty(5, device="cuda")
 
 
+@pytest.mark.world_size(1, 2)
 def test_a_collective_that_is_waited_for_on_another_stream_only():
     size = torch.distributed.get_world_size()
     with host.checking_races():
         gathered = torch.empty(3 * size, device="cuda")
         side = torch.cuda.Stream()
-        work = torch.distributed.all_gather_into_tensor(gathered, torch.ones(3, device="cuda"), async_op=True)
+        gather_from = torch.ones(3, device="cuda")
+        work = torch.distributed.all_gather_into_tensor(gathered, gather_from, async_op=True)
         with torch.cuda.stream(side):
             work.wait()
             gathered.sum()
-        del work  # gloo's object keeps its tensors, NCCL's does so until the wait only
+        storage = StorageWeakRef(gather_from.untyped_storage())
+        del work, gather_from
+        while not storage.expired():  # gloo's threads let go of it a little later
+            time.sleep(0.001)
         with pytest.raises(host.RaceError, match=r"memory of a tensor of shape \[3\].*read by c10d._allgather_base_"):
             torch.empty(5, device="cuda")
 
