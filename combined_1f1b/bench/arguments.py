@@ -21,7 +21,9 @@ examples:
 """
 
 
-def add_bench_command(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace], int]) -> None:
+def add_bench_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], run: Callable[[argparse.Namespace], int]
+) -> None:
     """Add `bench` to the command line."""
     parser = commands.add_parser(
         "bench",

@@ -7,6 +7,7 @@ with the medians of this variant, and of Megatron's default schedule with and wi
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ class Row:
 
     Attributes:
         seconds: None when it did not run. hidden: None where it has no meaning.
-        to_default, to_built_in: ratios of medians to those rows with the same traffic.
+        to_default, to_built_in: ratios of medians to those rows with the same traffic; to the built-in that delays its
+            weight gradients like this one, if there is one.
     """
 
     name: str
@@ -57,16 +59,8 @@ def _rows(data: Mapping[str, Any], *, has_traffic: bool) -> list[Row]:
     medians = {variant: summarize(entry["seconds"]).median for variant, entry in entries if entry["seconds"]}
     reference = entries[0][0]
 
-    def median_of(schedule: str, *, traffic: bool) -> float | None:
-        found = (
-            medians[variant]
-            for variant in medians
-            if variant.schedule == schedule
-            and variant.traffic == traffic
-            and not variant.delay_wgrad
-            and variant.wrapper == reference.wrapper
-        )
-        return next(found, None)
+    def median_of(schedule: str, *, traffic: bool, delay_wgrad: bool = False) -> float | None:
+        return medians.get(dataclasses.replace(reference, schedule=schedule, traffic=traffic, delay_wgrad=delay_wgrad))
 
     default, quiet = (median_of(DEFAULT, traffic=traffic) for traffic in (True, False))
     rows = []
@@ -90,7 +84,11 @@ def _rows(data: Mapping[str, Any], *, has_traffic: bool) -> list[Row]:
                 seconds=summarize(entry["seconds"]) if entry["seconds"] else None,
                 host=summarize(entry["host_seconds"]) if entry["host_seconds"] else None,
                 to_default=_ratio(median, median_of(DEFAULT, traffic=variant.traffic)),
-                to_built_in=_ratio(median, median_of(BUILT_IN, traffic=variant.traffic)),
+                to_built_in=_ratio(
+                    median,
+                    median_of(BUILT_IN, traffic=variant.traffic, delay_wgrad=variant.delay_wgrad)
+                    or median_of(BUILT_IN, traffic=variant.traffic),
+                ),
                 hidden=hidden,
             )
         )

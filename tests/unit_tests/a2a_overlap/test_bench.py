@@ -193,6 +193,16 @@ def test_a_mistake_is_one_line(capsys, words, parts):
 
 
 @pytest.mark.world_size(1)
+def test_help_explains_the_command(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("torchrun", "--host-cost", "--no-traffic", "--markdown", "key=value"):
+        assert word in text
+
+
+@pytest.mark.world_size(1)
 def test_the_host_device_has_no_link_to_model(capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has a link to model")

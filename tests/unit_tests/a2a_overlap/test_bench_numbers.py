@@ -191,6 +191,15 @@ def test_the_table_follows_from_the_samples():
     assert table["ours-paired", True]["step ms"] == "does not run"
 
 
+def test_delayed_weight_gradients_are_compared_like_for_like():
+    more = (entry("built-in", 0.520, delay_wgrad=True), entry("ours", 0.505, delay_wgrad=True))
+    for entries, ratio in (((*ENTRIES, *more), 0.505 / 0.520), ((*ENTRIES, more[1]), 0.505 / 0.550)):
+        ((_, rows),) = tables_of(report_of(*entries))
+        assert rows[-1].variant.delay_wgrad
+        assert math.isclose(rows[-1].to_built_in, ratio)
+        assert math.isclose(rows[-1].to_default, 0.505 / 0.600)
+
+
 def test_nothing_is_hidden_where_the_link_takes_no_time():
     ((_, rows),) = tables_of(report_of(*ENTRIES, link="none"))
     assert all(row.hidden is None for row in rows)
