@@ -28,10 +28,10 @@ def bench(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: an option that cannot work, before any work.
     """
-    if arguments.host_cost:
-        return _host_cost(arguments)
     if arguments.reports:
         reports = [read_report(Path(path)) for path in arguments.reports]
+    elif arguments.host_cost:
+        reports = [_host_cost(arguments)]
     else:
         reports = [measure(options_of(arguments), json_path=arguments.json)]
     if not is_first_rank():
@@ -42,6 +42,8 @@ def bench(arguments: argparse.Namespace) -> int:
         write_markdown(Path(arguments.markdown), reports)
     if arguments.plots:
         for number, report in enumerate(reports):
+            if "groups" not in report:
+                continue
             folder = (
                 Path(arguments.plots)
                 if len(reports) == 1
@@ -52,18 +54,18 @@ def bench(arguments: argparse.Namespace) -> int:
     return 1 if any(_has_wrong_losses(report) for report in reports) else 0
 
 
-def _host_cost(arguments: argparse.Namespace) -> int:
+def _host_cost(arguments: argparse.Namespace) -> dict[str, Any]:
     for flag in ("samples", "processes"):
         value = getattr(arguments, flag)
         if value is not None and value < 1:
             raise ConfigError.of(f"--{flag}", value, "nothing would be measured", "use at least 1")
-    from combined_1f1b.bench.host_cost import measure_host_cost, print_host_cost
+    from combined_1f1b.bench.host_cost import measure_host_cost
 
     result = measure_host_cost(samples=arguments.samples or 30, processes=arguments.processes)
-    print_host_cost(result)
+    report = _heading(ranks=1) | result
     if arguments.json:
-        write(Path(arguments.json), json.dumps(_heading(ranks=1) | result, indent=1))
-    return 0
+        write(Path(arguments.json), json.dumps(report, indent=1))
+    return report
 
 
 def options_of(arguments: argparse.Namespace) -> BenchOptions:
@@ -193,6 +195,6 @@ def _without_results(words: list[str]) -> list[str]:
 def _has_wrong_losses(report: Report) -> bool:
     return any(
         entry["losses_compared"] == "different" and entry["schedule"] in (known.OURS, known.PAIRED)
-        for group in report["groups"]
+        for group in report.get("groups", ())
         for entry in group["variants"]
     )

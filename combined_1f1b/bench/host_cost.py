@@ -33,6 +33,7 @@ import torch
 from megatron.core.models.common import fine_grained_callables
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
 
+from combined_1f1b.bench.host_cost_table import BUILT_IN, BUILT_IN_REUSED, OURS, SCHEDULES
 from combined_1f1b.bench.identity_model import IdentityModel, build_callables, layer_metadata, reuse_callables
 from combined_1f1b.bench.stub_streams import StubEvent, StubStream, counting, stub_streams
 from combined_1f1b.bench.summary import summarize
@@ -43,12 +44,7 @@ from combined_1f1b.schedule.layer_plan import ModelChunk
 from combined_1f1b.schedule.no_pipelining import run_iteration
 from combined_1f1b.schedule.step import StepInputs
 
-OURS, BUILT_IN, BUILT_IN_REUSED = "combined_1f1b", "Megatron combined", "its callables reused"
-SCHEDULES = (OURS, BUILT_IN, BUILT_IN_REUSED)
 FEW_LAYERS, MANY_LAYERS, MICROBATCHES = 2, 12, 8
-BAR = 0.5
-"""Ours may cost at most this share of the built-in's (the project's own aim)."""
-
 Iteration = Callable[[], None]
 
 
@@ -252,26 +248,3 @@ def measure_host_cost(*, samples: int = 30, processes: int = 3) -> dict[str, Any
         "processes": processes,
         "samples": values,
     }
-
-
-def host_cost_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Rows of the table: what, each schedule's figure, and ours divided by the built-in's."""
-    rows = []
-    for key, text in (("best", "host time, best (us)"), ("median", "host time, median (us)")):
-        times = [result["seconds_per_pair"][name][key] for name in SCHEDULES]
-        rows.append((text, *(f"{1e6 * seconds:.0f}" for seconds in times), f"{times[0] / times[1]:.2f}"))
-    calls = result["calls_per_pair"]
-    for kind in sorted({kind for name in SCHEDULES for kind in calls[name]}):
-        numbers = [calls[name].get(kind, 0) for name in SCHEDULES]
-        ratio = f"{numbers[0] / numbers[1]:.2f}" if numbers[1] else "-"
-        rows.append((kind, *map(str, numbers), ratio))
-    return rows
-
-
-def print_host_cost(result: dict[str, Any]) -> None:
-    """Print the table."""
-    print("host cost of one forward/backward layer pair, identity callables, stub streams")
-    for row in (("", *SCHEDULES, "ratio"), *host_cost_rows(result)):
-        print(f"{row[0]:24}" + "".join(f"{cell:>22}" for cell in row[1:-1]) + f"{row[-1]:>8}")
-    verdict = "reached" if result["ratio"] <= BAR else "not reached"
-    print(f"aim: at most {BAR} x the built-in's (best to best): {verdict}")

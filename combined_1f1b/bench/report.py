@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from combined_1f1b.bench import host_cost_table
 from combined_1f1b.bench.options import BUILT_IN, DEFAULT, Group, Variant
 from combined_1f1b.bench.summary import Summary, summarize
 from combined_1f1b.errors import ConfigError
@@ -178,7 +179,10 @@ def remarks(report: Report) -> Iterable[str]:
 
 
 def print_report(report: Report) -> None:
-    """Print a table for each group."""
+    """Print a table for each group, or that of a layer pair's host cost."""
+    if "seconds_per_pair" in report:
+        host_cost_table.print_host_cost(report)
+        return
     from rich.console import Console
     from rich.table import Table
 
@@ -196,28 +200,39 @@ def print_report(report: Report) -> None:
 
 
 def to_markdown(reports: Iterable[Report]) -> str:
-    """Reports as Markdown, one section each: machine, command, a table for each group."""
+    """Reports as Markdown, one section each: machine, command, tables."""
     lines: list[str] = []
     for report in reports:
-        size = report["options"]["size"]
-        machine, versions = report["machine"], report["versions"]
-        lines += [f"## {report['options']['preset']} model, {report['link']['kind']} link", ""]
-        lines += [
-            f"- {report['date']}, {machine['ranks']} rank(s) on {machine['device']}, {machine['cpu_cores']} CPU cores"
-        ]
-        lines += ["- " + ", ".join(f"{name} {version}" for name, version in versions.items() if version)]
-        lines += [f"- `{report['command']}`"]
-        lines += ["- " + ", ".join(f"{name} {value}" for name, value in size.items())]
-        lines += [f"- {remark}" for remark in remarks(report)] + [""]
-        for group, rows in tables_of(report):
-            lines += [
-                f"### {group.name}",
-                "",
-                _line(HEADINGS),
-                _line(["---", *["---:"] * (len(HEADINGS) - 1)]),
-            ]
-            lines += [_line(cells(row)) for row in rows] + [""]
+        section = _host_cost_section if "seconds_per_pair" in report else _section
+        lines += [*section(report), ""]
     return "\n".join(lines)
+
+
+def _section(report: Report) -> Iterable[str]:
+    size = report["options"]["size"]
+    yield from (f"## {report['options']['preset']} model, {report['link']['kind']} link", "", *_origin(report))
+    yield "- " + ", ".join(f"{name} {value}" for name, value in size.items())
+    yield from (f"- {remark}" for remark in remarks(report))
+    for group, rows in tables_of(report):
+        yield from ("", f"### {group.name}", "", *_table(HEADINGS, (cells(row) for row in rows)))
+
+
+def _host_cost_section(report: Report) -> Iterable[str]:
+    yield from ("## Host cost of a layer pair", "", *_origin(report), f"- {host_cost_table.verdict(report)}", "")
+    yield from _table(host_cost_table.HEADINGS, host_cost_table.host_cost_rows(report))
+
+
+def _origin(report: Report) -> Iterable[str]:
+    machine, versions = report["machine"], report["versions"]
+    ranks = f"{machine['ranks']} rank{'s' if machine['ranks'] > 1 else ''}"
+    yield f"- {report['date']}, {ranks} on {machine['device']}, {machine['cpu_cores']} CPU cores"
+    yield "- " + ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    yield f"- `{report['command']}`"
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
+    yield from (_line(headings), _line(["---", *["---:"] * (len(headings) - 1)]))
+    yield from map(_line, rows)
 
 
 def _line(texts: Iterable[str]) -> str:

@@ -54,4 +54,10 @@ def test_the_command_measures_in_this_process(capsys, tmp_path, monkeypatch):
     assert all(len(values) == 1 for sizes in result["samples"].values() for values in sizes.values())
     assert result["ratio"] > 0
     assert "engine calls" in text
-    assert "aim: at most 0.5" in text
+    assert "Aim: at most 0.5" in text
+    assert main(["bench", "--from", str(path), "--markdown", str(tmp_path / "cost.md"), "--plots", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == text
+    assert (
+        f"| engine calls | {result['calls_per_pair'][OURS]['engine calls']} | 4 | 4 |"
+        in (tmp_path / "cost.md").read_text()
+    )
