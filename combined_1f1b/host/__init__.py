@@ -11,7 +11,11 @@ itself before (`from torch.cuda import Stream`) keeps the stock one, and a modul
 one keeps ours after the end. Of the names that Megatron-Core 0.19 takes so, none is used in training under our torch;
 it may be imported before or inside.
 
-Streams and events keep identity and report what happens to them (`observing`); nothing checks the order they imply.
+Streams and events keep identity and report what happens to them (`observing`). Two parts check what they imply:
+
+* `torch.cuda.CUDAGraph` and `torch.cuda.graph` capture under CUDA's rules, with CUDA's error names (capture.py), and
+  replay the recorded operations on the same tensors without running Python again (recording.py, tape.py).
+* `checking_races` reports accesses of different streams that no event orders (races.py).
 """
 
 from __future__ import annotations

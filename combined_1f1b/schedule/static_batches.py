@@ -19,6 +19,7 @@ class StaticBatches:
     A batch may be any nesting of mappings, tuples, named tuples, lists and dataclasses; its tensors (on the CPU or the
     device) get device buffers, every other value (None, numbers, strings) has to stay the same, since a replay does not
     see it again. What `load` hands out are new containers around the buffers: a forward_step may take them apart.
+    Pinned tensors are copied without waiting, as `.cuda(non_blocking=True)` would: the loader must not refill them.
     """
 
     def __init__(self) -> None:

@@ -107,7 +107,7 @@ def test_training_and_evaluation_of_two_models_in_one_process(kind):
     def history(captured):
         first, second = (Trainer(kind=kind, captured=captured, hidden_size=size) for size in (16, 24))
         losses = []
-        for number in range(5):
+        for number in range(4):
             losses += [first.train(set_to_none=number % 2 == 0), second.train(), first.evaluate().clone()]
         assert not captured or (first.call.is_captured and second.call.is_captured)
         return losses, first.weights(), second.weights()

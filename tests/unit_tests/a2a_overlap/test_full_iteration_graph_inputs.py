@@ -10,6 +10,7 @@ import torch
 from host_models import build, parallel, seed
 
 from combined_1f1b.errors import ConfigError
+from combined_1f1b.schedule import static_batches
 from combined_1f1b.schedule.cuda_graph import FullIterationGraph
 from combined_1f1b.schedule.static_batches import StaticBatches
 
@@ -115,6 +116,29 @@ class TestChunks:
             data = [iter([{"x": torch.tensor(x * turn)} for x in values]) for values in ((1.0, 2.0), (4.0, 4.0))]
             found = graph(model=chunks, data_iterator=[data[0], None, data[1]], num_microbatches=2)
             assert [value.item() for value in found] == [3.0 * turn, 2.0, 8.0 * turn]
+
+    def losses_of_a_loader_with_one_buffer(self):
+        """The loader refills the tensor that it has handed out, while earlier micro-batches are still to be read."""
+        graph, chunks = self.graph()
+        tensor, found = torch.zeros(1), []
+
+        def loader(turn):
+            for value in (1.0, 2.0):
+                yield {"x": tensor.fill_(value * turn)}
+
+        for turn in range(1, 4):
+            result = graph(model=chunks, data_iterator=[loader(turn), None, None], num_microbatches=2)
+            found.append(result[0].item())
+        return found
+
+    def test_a_batch_is_copied_when_it_is_read(self):
+        assert self.losses_of_a_loader_with_one_buffer() == [3.0, 6.0, 9.0]
+
+    def test_a_buffer_for_several_micro_batches_would_be_noticed(self, monkeypatch):
+        """Mutation: a buffer is filled again before the graph has read it."""
+        shared = torch.zeros(1)
+        monkeypatch.setattr(static_batches, "_allocate", lambda value: shared)
+        assert self.losses_of_a_loader_with_one_buffer() == [4.0, 8.0, 12.0]
 
     def test_a_missing_iterator_is_refused(self):
         graph, chunks = self.graph()
