@@ -84,7 +84,17 @@ def test_all_schedules_eager_and_in_a_graph(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.world_size(2)
 def test_a_real_all_to_all_with_sharding_and_delayed_weights(capsys, tmp_path):
-    words = ("--schedules", "default,ours", "--no-traffic", "none", "--delay-wgrad", "--data-parallel", "mfsdp")
+    words = (
+        "--schedules",
+        "default,ours",
+        "--no-traffic",
+        "none",
+        "--delay-wgrad",
+        "--data-parallel",
+        "mfsdp",
+        "--samples",
+        "1",
+    )
     report, text, code = run(capsys, shared_folder(tmp_path), *words)
     assert code == 0
     assert report["link"] == {"kind": "real", "description": "all-to-all over gloo", "early_frees": True}
