@@ -152,6 +152,7 @@ def _waiting(state: StreamState, original: Callable[..., Any]) -> Callable[..., 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         if state.recording is None:
             return original(self, *args, **kwargs)
+        state.recording.wait(self)
         with state.recording.suspended():
             return original(self, *args, **kwargs)
 

@@ -19,13 +19,25 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.distributed import Work
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from combined_1f1b.host.capture import Capture
 from combined_1f1b.host.capture_errors import CaptureFault
 from combined_1f1b.host.random import HostDefaultGenerator, HostGeneratorState
-from combined_1f1b.host.tape import GeneratorSwap, Operation, StorageSize, Tape, alias, storage_key, tensors_of
+from combined_1f1b.host.tape import (
+    Collective,
+    GeneratorSwap,
+    Operation,
+    StorageSize,
+    Tape,
+    Wait,
+    alias,
+    storage_key,
+    tensors_of,
+    works_of,
+)
 
 _OUTSIDE_RNG = "Attempt to increase offset for a CUDA generator not in capture mode."
 _EMPTY = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"})
@@ -71,6 +83,7 @@ class Recording(TorchDispatchMode):
         self._born: dict[int, torch.Tensor] = {}
         self._host: dict[int, torch.Tensor] = {}
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._works: dict[int, tuple[Work, Collective]] = {}
         self._is_suspended = False
 
     def finish(self) -> Tape:
@@ -126,6 +139,12 @@ class Recording(TorchDispatchMode):
         for tensor in tensors_of(value):
             self._host[storage_key(tensor)] = tensor
         return value
+
+    def wait(self, work: Work) -> None:
+        """Python waits for a collective."""
+        _, collective = self._works.get(id(work), (None, None))
+        if collective is not None:
+            self._tape.steps.append(Wait(collective))
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """A storage is about to be resized."""
@@ -183,6 +202,10 @@ class Recording(TorchDispatchMode):
             self._save(tensor.untyped_storage())
         recorded = alias((args, kwargs))
         result = func(*args, **kwargs)
+        if func.namespace == "c10d":
+            self._collective(Collective(function=func, arguments=recorded[0], keywords=recorded[1]), result)
+            self.capture.work(stream)
+            return result
         leaves = pytree.tree_leaves(result)
         fresh = {id(tensor) for tensor in self._fresh(result, inputs)}
         targets = tuple(alias(leaf) if id(leaf) in fresh else None for leaf in leaves)
@@ -197,6 +220,12 @@ class Recording(TorchDispatchMode):
             )
             self.capture.work(stream)
         return result
+
+    def _collective(self, collective: Collective, result: Any) -> None:
+        self._tape.steps.append(collective)
+        for boxed in works_of(result):
+            work = Work.unbox(boxed)  # the very object on which Python will wait
+            self._works[id(work)] = (work, collective)
 
     def _is_host(self, tensor: torch.Tensor) -> bool:
         return storage_key(tensor) in self._host

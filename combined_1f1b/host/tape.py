@@ -8,7 +8,7 @@ the tape, as a graph's private memory pool keeps its addresses.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,10 +36,41 @@ class Operation:
     def run(self) -> None:
         leaves = pytree.tree_leaves(self.function(*self.arguments, **self.keywords))
         for leaf, target in zip(leaves, self.targets, strict=True):
-            if isinstance(leaf, torch.ScriptObject) and hasattr(leaf, "wait"):
-                leaf.wait()  # a collective's Work
-            elif target is not None:
+            if target is not None:
                 target.copy_(leaf)
+
+
+@dataclass(slots=True, kw_only=True)
+class Collective:
+    """One call of a collective or of a transfer between ranks, which write into their arguments.
+
+    Attributes:
+        function, arguments, keywords: as of an `Operation`.
+        works: what its latest run returned to wait for.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    works: list[Any] = field(default_factory=list)
+
+    def run(self) -> None:
+        self.works = works_of(self.function(*self.arguments, **self.keywords))
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works = []
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait for a collective where Python waited: two ranks that send to each other both have to receive first."""
+
+    collective: Collective
+
+    def run(self) -> None:
+        self.collective.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +105,7 @@ class Tape:
     """
 
     def __init__(self, generator: HostDefaultGenerator, state: HostGeneratorState) -> None:
-        self.steps: list[Operation | StorageSize | GeneratorSwap] = []
+        self.steps: list[Operation | Collective | Wait | StorageSize | GeneratorSwap] = []
         self._generator = generator
         self._state = state
 
@@ -87,8 +118,16 @@ class Tape:
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 for step in self.steps:
                     step.run()
+                for step in self.steps:
+                    if isinstance(step, Collective):
+                        step.wait()
         finally:
             self._generator.graphsafe_set_state(outside)
+
+
+def works_of(result: Any) -> list[Any]:
+    """What a collective returned to wait for."""
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
 
 
 def alias(value: Any) -> Any:

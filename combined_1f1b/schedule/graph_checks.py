@@ -46,6 +46,11 @@ def check_capturable(model: torch.nn.Module) -> None:
         raise ConfigError.of(
             "variable_seq_lengths", True, "pipeline stages read each other's shapes on the CPU", "use fixed lengths"
         )
+    if config.batch_p2p_comm and config.batch_p2p_sync and config.pipeline_model_parallel_size > 1:
+        raise ConfigError.of(
+            "batch_p2p_sync", True, "pipeline stages synchronise the device after each transfer",
+            "use batch_p2p_sync=False, or batch_p2p_comm=False with overlap_p2p_comm",
+        )  # fmt: skip
     _check_data_parallel(model)
     _check_random_state(config)
     owner = getattr(config.grad_scale_func, "__self__", None)

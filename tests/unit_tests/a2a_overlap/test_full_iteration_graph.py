@@ -293,6 +293,7 @@ UNCAPTURABLE: dict[str, Any] = {
         setattr(config, "variable_seq_lengths", True),
         setattr(config, "pipeline_model_parallel_size", 2),
     ),
+    "batch_p2p_sync": lambda model, config: setattr(config, "pipeline_model_parallel_size", 2),
     "check_for_nan_in_grad": lambda model, config: setattr(
         model, "ddp_config", DistributedDataParallelConfig(check_for_nan_in_grad=True)
     ),

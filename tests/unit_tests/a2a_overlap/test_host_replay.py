@@ -266,6 +266,25 @@ class TestCollectives:
             assert torch.equal(summed, everyone.sum(0))
             assert torch.equal(parts, everyone)
 
+    @pytest.mark.world_size(2)
+    def test_transfers_between_ranks_wait_where_python_waited(self, device):
+        """Each rank sends more than any buffer of the transport holds before it receives."""
+        rank = torch.distributed.get_rank()
+        source, other = torch.zeros(1 << 20), 1 - rank
+
+        def function():
+            received = torch.empty(1 << 20, device="cuda")
+            works = [torch.distributed.isend(source, other), torch.distributed.irecv(received, other)]
+            for work in works:
+                work.wait()
+            return received * 2
+
+        graph, result = capture(function)
+        for turn in (1.0, 2.0):
+            source.fill_(rank + turn)
+            graph.replay()
+            assert result.unique().tolist() == [2 * (other + turn)]
+
     def test_sharded_tensors_record_their_local_work(self, device):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Shard
