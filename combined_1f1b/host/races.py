@@ -35,12 +35,10 @@ a trace of every CUDA call of the process for good, and because it knows no byte
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,7 +47,16 @@ from torch.distributed import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from combined_1f1b.host.accesses import Access, Memory, Signature, Stream, extent_of, stream_name, tensors_in
+from combined_1f1b.host.accesses import (
+    Access,
+    Memory,
+    Signature,
+    Stream,
+    extent_of,
+    place_of_call,
+    stream_name,
+    tensors_in,
+)
 from combined_1f1b.host.activation import observing
 from combined_1f1b.host.clocks import Clock, Clocks
 from combined_1f1b.host.patch import AppliedPatches, Patch
@@ -61,8 +68,6 @@ _HOST_FACTORIES = (
     "randperm", "tensor", "zeros",
 )  # fmt: skip
 _READING_ON_HOST = ("cpu", "tolist")
-_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-_EXECUTOR = ("combined_1f1b.schedule.executor", "execute", "issue")  # module, function, and its variable of an Issue
 
 
 class RaceError(RuntimeError):
@@ -220,7 +225,7 @@ class RaceChecker(TorchDispatchMode):
     def _next(self, stream: Stream, operation: str) -> Access:
         self.operations += 1
         self.streams.add(stream)
-        return Access(stream, self._clocks.next(stream), operation, *_place())
+        return Access(stream, self._clocks.next(stream), operation, *place_of_call())
 
     def _check(self, tensor: torch.Tensor, memory: Memory, access: Access, *, is_write: bool) -> None:
         extent = extent_of(tensor)
@@ -289,21 +294,6 @@ def _run_on_copies(func: Any, args: Any, given: list[tuple[torch.Tensor, bool | 
 
 def _work_of(outputs: Any) -> Work:
     return Work.unbox(outputs[-1] if isinstance(outputs, tuple) else outputs)
-
-
-def _place() -> tuple[tuple[str, int], str]:
-    """Where the operation was called outside of torch and the host device, and the plan's op that is being issued."""
-    module, function, variable = _EXECUTOR
-    line = ("", 0)
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        if not line[0] and not code.co_filename.startswith(_FOREIGN):
-            line = (code.co_filename, frame.f_lineno)
-        if code.co_name == function and frame.f_globals["__name__"] == module:
-            return line, str(frame.f_locals[variable].op)
-        frame = frame.f_back
-    return line, ""
 
 
 @contextmanager
