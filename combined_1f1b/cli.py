@@ -27,6 +27,7 @@ examples:
   torchrun --nproc-per-node 2 -m combined_1f1b compare --config examples/tiny_moe.yaml
   torchrun --nproc-per-node 2 -m combined_1f1b train --config examples/tiny_moe.yaml training.train_iters=100
   python -m combined_1f1b plan --layers 4 --microbatches 4 --sharded --draw plan.svg
+  python -m combined_1f1b plan --layers 4 --microbatches 4 --pp 2 --vpp 2 --draw pipeline.svg
   python -m combined_1f1b simulate --layers 4 --microbatches 8
   python -m combined_1f1b bench --preset tiny
   python -m combined_1f1b doctor
@@ -83,7 +84,7 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layer numbers such as 0,3") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,3") from None
 
 
 def _add_run_command(commands: argparse._SubParsersAction, name: str, run: Callable[..., int], text: str) -> None:
@@ -101,6 +102,14 @@ def _add_shape_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=int, metavar="N", help="micro-batches of one iteration (default 4)")
     parser.add_argument("--dense-layers", type=_whole_numbers, metavar="0,2", help="layers without experts")
     parser.add_argument("--mtp-layers", type=int, metavar="N", help="multi-token-prediction layers")
+    parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default 1)")
+    parser.add_argument("--vpp", type=int, metavar="N", help="model chunks of each pipeline rank (default 1)")
+    parser.add_argument(
+        "--layer-counts", type=_whole_numbers, metavar="1,3", help="layers of each of the pp * vpp pipeline stages"
+    )
+    parser.add_argument(
+        "--microbatch-group-size", type=int, metavar="N", help="micro-batches that a chunk runs in a row (default pp)"
+    )
     for flag, text in (
         ("--tied", "the output layer shares the embedding's weight"),
         ("--sharded", "with the gathers, frees and reductions of Megatron-FSDP v2"),
@@ -129,6 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="Print, or draw, the order in which everything will run")
     _add_shape_flags(plan)
     plan.add_argument("--draw", metavar="FILE.svg", help="write a picture of it")
+    plan.add_argument("--rank", type=int, metavar="N", help="show one pipeline rank only")
     plan.add_argument("--table", action="store_true", help="print lanes side by side instead of one step a line")
     plan.set_defaults(run=_plan)
 

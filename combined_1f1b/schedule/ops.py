@@ -9,6 +9,13 @@ An op prints and parses as short text. The log line, the test fixture, the error
     FREE.L3                 release of a unit's gathered parameters
     REDUCE.embedding        reduction of a unit's gradients of one micro-batch
     BEGIN_BACKWARD.0        start of a backward: forks the reduction stream from the compute lane
+    RECV_F3                 micro-batch 3's activation enters from the previous pipeline stage
+    SEND_F3                 its activation leaves to the next pipeline stage
+    RECV_B3                 the gradient of what was sent enters from the next pipeline stage
+    SEND_B3                 the gradient of what was received leaves to the previous pipeline stage
+
+Where a rank has several model chunks, the last five name theirs: RECV_F3.c1, BEGIN_BACKWARD.0.c1. Layers are numbered
+through the whole model, so a node's op needs no chunk.
 """
 
 from __future__ import annotations
@@ -27,6 +34,8 @@ class Lane(StrEnum):
     COMM = "comm"
     GATHER = "gather"
     REDUCE = "reduce"
+    PREVIOUS = "previous"
+    NEXT = "next"
 
 
 class Kind(StrEnum):
@@ -39,6 +48,10 @@ class Kind(StrEnum):
     FREE = "FREE"
     REDUCE = "REDUCE"
     BEGIN_BACKWARD = "BEGIN_BACKWARD"
+    RECEIVE_FORWARD = "RECV_F"
+    SEND_FORWARD = "SEND_F"
+    RECEIVE_BACKWARD = "RECV_B"
+    SEND_BACKWARD = "SEND_B"
 
 
 NODE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
@@ -47,17 +60,32 @@ NODE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 UNIT_KINDS = (Kind.GATHER, Kind.FREE, Kind.REDUCE)
 """Kinds that act on an FSDP unit; they carry the unit's name and no micro-batch."""
 
+TRANSFER_KINDS = (Kind.RECEIVE_FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD, Kind.SEND_BACKWARD)
+"""Kinds that exchange a tensor with a neighbouring pipeline stage; they carry a micro-batch and a chunk."""
+
+FLOW_KINDS = (*NODE_KINDS, Kind.BEGIN_BACKWARD, Kind.SEND_FORWARD)
+"""Kinds that say where a micro-batch's pass through a chunk has come to. Its input may be received long before."""
+
 COMM_PARTS = ("dispatch", "combine")
 """Parts of a layer whose main work is the expert-parallel all-to-all."""
 
-_LANES = {Kind.GATHER: Lane.GATHER, Kind.FREE: Lane.GATHER, Kind.REDUCE: Lane.REDUCE}
-_ISSUE_LANES = {Kind.GATHER: Lane.GATHER, Kind.FREE: Lane.GATHER}
+_LANES = {
+    Kind.GATHER: Lane.GATHER,
+    Kind.FREE: Lane.GATHER,
+    Kind.REDUCE: Lane.REDUCE,
+    Kind.BEGIN_BACKWARD: Lane.COMPUTE,
+    Kind.RECEIVE_FORWARD: Lane.PREVIOUS,
+    Kind.SEND_FORWARD: Lane.NEXT,
+    Kind.RECEIVE_BACKWARD: Lane.NEXT,
+    Kind.SEND_BACKWARD: Lane.PREVIOUS,
+}
 
 _COPIED = ("kind", "microbatch", "stage", "part", "name", "lane", "issue_lane")
 
 _NODE_TEXT = re.compile(r"([FBW])(\d+)\.([A-Za-z_]\w*)(?:\.([a-z_]+))?")
 _UNIT_TEXT = re.compile(r"(GATHER|FREE|REDUCE)\.([A-Za-z_]\w*)(?:\.([a-z_]+))?")
-_BEGIN_TEXT = re.compile(r"BEGIN_BACKWARD\.(\d+)")
+_BEGIN_TEXT = re.compile(r"BEGIN_BACKWARD\.(\d+)(?:\.(c\d+))?")
+_TRANSFER_TEXT = re.compile(r"((?:RECV|SEND)_[FB])(\d+)(?:\.(c\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +95,8 @@ class Op:
     Attributes:
         kind: what is done.
         microbatch: index of the micro-batch, or None for ops on units.
-        stage: "embedding", "L3", "final_norm", "M0", "output_layer", "loss", or a unit's first word; "" for
-            BEGIN_BACKWARD.
+        stage: "embedding", "L3", "final_norm", "M0", "output_layer", "loss", or a unit's first word. For
+            BEGIN_BACKWARD and transfers the chunk: "c1", or "" where a rank has only one.
         part: part of a layer ("attention", "dispatch", ...) or a unit's second word ("experts"); "" without one.
         waits: names of ops issued earlier on another issue lane that have to finish before this op starts. A name that
             occurs several times means its latest occurrence before this op.
@@ -90,15 +118,18 @@ class Op:
     def __post_init__(self) -> None:
         kind = self.kind
         place = f"{self.stage}.{self.part}" if self.part else self.stage
-        if kind in _LANES:
-            name = f"{kind.value}.{place}"
-            lane, issue_lane = _LANES[kind], _ISSUE_LANES.get(kind, Lane.COMPUTE)
-        elif kind is Kind.BEGIN_BACKWARD:
-            name = f"BEGIN_BACKWARD.{self.microbatch}"
-            lane = issue_lane = Lane.COMPUTE
-        else:
+        if kind in NODE_KINDS:
             name = f"{kind.value}{self.microbatch}.{place}"
             lane = issue_lane = Lane.COMM if self.part in COMM_PARTS and kind is not Kind.WEIGHT else Lane.COMPUTE
+        else:
+            lane = issue_lane = _LANES[kind]
+            if kind is Kind.REDUCE:
+                issue_lane = Lane.COMPUTE
+            if kind in UNIT_KINDS:
+                name = f"{kind.value}.{place}"
+            else:
+                dot = "." if kind is Kind.BEGIN_BACKWARD else ""
+                name = f"{kind.value}{dot}{self.microbatch}{'.' if place else ''}{place}"
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "lane", lane)
         object.__setattr__(self, "issue_lane", issue_lane)
@@ -157,7 +188,9 @@ class Op:
         if match := _UNIT_TEXT.fullmatch(name):
             return cls(Kind(match[1]), None, match[2], match[3] or "", waits)
         if match := _BEGIN_TEXT.fullmatch(name):
-            return cls(Kind.BEGIN_BACKWARD, int(match[1]), "", "", waits)
+            return cls(Kind.BEGIN_BACKWARD, int(match[1]), match[2] or "", "", waits)
+        if match := _TRANSFER_TEXT.fullmatch(name):
+            return cls(Kind(match[1]), int(match[2]), match[3] or "", "", waits)
         raise PlanError(
             f"cannot read an op from {name!r}: write e.g. F1.L0.dispatch, GATHER.L1.experts or BEGIN_BACKWARD.0"
         )

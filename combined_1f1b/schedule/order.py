@@ -5,6 +5,8 @@ Combined 1F1B with n micro-batches, and the same with head and tail paired (| se
     F0   F1|B0   F2|B1   ...   F{n-1}|B{n-2}   B{n-1}
     F0|F1   F2|B0   F3|B1   ...   F{n-1}|B{n-3}   B{n-2}|B{n-1}
 
+With several pipeline ranks, the order of flows and transfers is that of `pipeline_order.py`.
+
 Two flows that run together meet layer by layer. How the parts of two layers interleave is a table below, one row an
 op: traffic of one flow is issued where the other flow has compute to cover it. Host synchronisation in a dispatch
 blocks the issuing thread, so each dispatch of a forward comes after compute that the device can run meanwhile.
@@ -13,10 +15,13 @@ blocks the issuing thread, so each dispatch of a forward comes after compute tha
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import NamedTuple
 
+from combined_1f1b.schedule.chunks import Stage
 from combined_1f1b.schedule.ops import Kind, Op
-from combined_1f1b.schedule.shape import WEIGHT_PARTS, PlanShape, Stage
+from combined_1f1b.schedule.pipeline_order import Call, arrivals, slots
+from combined_1f1b.schedule.shape import WEIGHT_PARTS, PlanShape
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 
@@ -108,23 +113,20 @@ SECOND_HEAD, FIRST_EMBEDDING, SECOND_NORM = 2, 8, 10
 
 
 def base_order(shape: PlanShape) -> tuple[Op, ...]:
-    """Return every node once, and BEGIN_BACKWARD of every micro-batch, in the order in which they are issued."""
+    """Return every node once, BEGIN_BACKWARD of every backward and every transfer, in the order of issue."""
     order = _Order(shape)
     last = shape.num_microbatches - 1
     if shape.pair_head_and_tail and last >= 1:
         if shape.interleave_head:
             order.two_forwards(0, 1)
         else:
-            order.forward(0)
-            order.forward(1)
-        for microbatch in range(last - 1):
-            order.forward_and_backward(microbatch + 2, microbatch)
+            order.forward(Call(0, 0, 0))
+            order.forward(Call(1, 1, 0))
+        for index in range(last - 1):
+            order.forward_and_backward(Call(index + 2, index + 2, 0), Call(index, index, 0))
         order.two_backwards(last - 1, last)
     else:
-        order.forward(0)
-        for microbatch in range(last):
-            order.forward_and_backward(microbatch + 1, microbatch)
-        order.backward(last)
+        order.pipeline()
     return tuple(order.ops)
 
 
@@ -134,33 +136,86 @@ class _Order:
     def __init__(self, shape: PlanShape) -> None:
         self.ops: list[Op] = []
         self._shape = shape
+        self._chunks = shape.chunks
         self._layers = shape.layer_stages
         self._last_decoder = f"L{shape.num_layers - 1}"
         self._pair_table = FORWARD_WITH_EARLY_BACKWARD if shape.early_attention_release else FORWARD_WITH_BACKWARD
 
-    def forward(self, microbatch: int) -> None:
-        self._nodes(F, microbatch, "embedding")
-        for layer in self._layers:
+    def pipeline(self) -> None:
+        """Run the rank's slots, and after each what it sends and receives."""
+        row = slots(self._shape)
+        entering = arrivals(self._shape)
+        self.ops += self._transfer(Kind.RECEIVE_FORWARD, entering.forwards[0])
+        for number, (forward, backward) in enumerate(row):
+            start = len(self.ops)
+            if forward and backward:
+                self.forward_and_backward(forward, backward)
+            elif forward:
+                self.forward(forward)
+            elif backward:
+                self.backward(backward)
+            send_f, receive_f, send_b, receive_b = [], [], [], []
+            if forward:
+                send_f = self._transfer(Kind.SEND_FORWARD, forward)
+                receive_f = self._transfer(Kind.RECEIVE_FORWARD, entering.forwards[forward.turn + 1])
+                if row[number + 1].backward and not backward:
+                    receive_b = self._transfer(Kind.RECEIVE_BACKWARD, entering.backwards[0])
+            if backward:
+                send_b = self._transfer(Kind.SEND_BACKWARD, backward)
+                receive_b = self._transfer(Kind.RECEIVE_BACKWARD, entering.backwards[backward.turn + 1])
+            # Each SEND stands behind its flow's last node, and whichever flow ends first, each neighbour meets its two
+            # transfers in the same order: forward before backward. The later place is filled first.
+            after_forward = self._end(start, (F,))
+            after_backward = self._end(start, (B, Kind.BEGIN_BACKWARD)) if backward else after_forward
+            if after_forward <= after_backward:
+                self.ops[after_backward:after_backward] = send_b + receive_b
+                self.ops[after_forward:after_forward] = send_f + receive_f
+            elif self._shape.vpp == 1:
+                self.ops[after_forward:after_forward] = send_f + receive_b
+                self.ops[after_backward:after_backward] = receive_f + send_b
+            else:
+                self.ops[after_forward:after_forward] = send_f + receive_f + send_b + receive_b
+
+    def _transfer(self, kind: Kind, call: Call | None) -> list[Op]:
+        if call is None:
+            return []
+        chunk = self._chunks[call.chunk]
+        exists = chunk.receives if kind in (Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD) else chunk.sends
+        return [Op(kind, call.microbatch, chunk.name)] if exists else []
+
+    def _end(self, start: int, kinds: tuple[Kind, ...]) -> int:
+        """The place behind the last op of these kinds since `start`."""
+        place = len(self.ops)
+        while place > start and self.ops[place - 1].kind not in kinds:
+            place -= 1
+        return place
+
+    def forward(self, call: Call) -> None:
+        chunk, microbatch = self._chunks[call.chunk], call.microbatch
+        self._nodes(F, microbatch, *chunk.lead)
+        for layer, after in zip(chunk.layers, chunk.after, strict=True):
             self._block(FORWARD_ALONE, (microbatch, layer))
-            self._norm_after(layer, microbatch)
-        self._nodes(F, microbatch, "output_layer", "loss")
+            self._nodes(F, microbatch, *after)
 
-    def backward(self, microbatch: int) -> None:
-        self._begin_backward(microbatch)
-        for layer in reversed(self._layers):
-            self._norm_before(layer, microbatch)
+    def backward(self, call: Call) -> None:
+        chunk, microbatch = self._chunks[call.chunk], call.microbatch
+        self.ops.append(Op(Kind.BEGIN_BACKWARD, microbatch, chunk.name))
+        for layer, after in zip(reversed(chunk.layers), reversed(chunk.after), strict=True):
+            self._nodes(B, microbatch, *reversed(after))
             self._block(BACKWARD_ALONE, (microbatch, layer))
-        self._nodes(B, microbatch, "embedding")
+        self._nodes(B, microbatch, *reversed(chunk.lead))
 
-    def forward_and_backward(self, forward: int, backward: int) -> None:
-        self._nodes(F, forward, "embedding")
-        self._begin_backward(backward)
-        for front, back in zip(self._layers, reversed(self._layers), strict=True):
-            self._norm_before(back, backward)
-            self._block(self._pair_table, (forward, front), (backward, back))
-            self._norm_after(front, forward)
-        self._nodes(F, forward, "output_layer", "loss")
-        self._nodes(B, backward, "embedding")
+    def forward_and_backward(self, forward: Call, backward: Call) -> None:
+        ahead, back = self._chunks[forward.chunk], self._chunks[backward.chunk]
+        self._nodes(F, forward.microbatch, *ahead.lead)
+        self.ops.append(Op(Kind.BEGIN_BACKWARD, backward.microbatch, back.name))
+        for i, (front, rear) in enumerate(zip_longest(ahead.layers, reversed(back.layers))):
+            if rear is not None:
+                self._nodes(B, backward.microbatch, *reversed(back.after[-1 - i]))
+            self._block(self._pair_table, (forward.microbatch, front), (backward.microbatch, rear))
+            if front is not None:
+                self._nodes(F, forward.microbatch, *ahead.after[i])
+        self._nodes(B, backward.microbatch, *reversed(back.lead))
 
     def two_forwards(self, first: int, second: int) -> None:
         for microbatch in (first, second):

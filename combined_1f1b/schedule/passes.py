@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from combined_1f1b.schedule.dependencies import LANE_NUMBER, dependencies
+from combined_1f1b.schedule.dependencies import LANE_NUMBER, dependencies, lane_count
 from combined_1f1b.schedule.ops import NODE_KINDS, Kind, Lane, Op
 from combined_1f1b.schedule.shape import PlanShape
 
@@ -50,10 +50,12 @@ def _reductions(shape: PlanShape, ops: Sequence[Op]) -> dict[int, list[str]]:
     gives = {node: [unit for unit in reversed(units) if unit in trained] for node, units in shape.node_units.items()}
     last: dict[tuple[int | None, str], int] = {}
     norm_pending: set[int | None] = set()
+    norm_chunk = shape.chunk_of.get("final_norm")
     for index, op in enumerate(ops):
         if op.kind is not Kind.BACKWARD and op.kind is not Kind.WEIGHT:
             continue
-        if op.microbatch in norm_pending and op.lane is Lane.COMPUTE:
+        pending = op.microbatch in norm_pending and op.lane is Lane.COMPUTE
+        if pending and shape.chunk_of[op.stage] == norm_chunk:
             norm_pending.remove(op.microbatch)
             last[op.microbatch, "final_norm"] = index
         for unit in gives[op.stage, op.part]:
@@ -75,20 +77,25 @@ def _stretches(
     layers = {stage.name for stage in shape.layer_stages}
     found: list[_Stretch] = []
     latest: dict[str, _Stretch] = {}
-    flows: dict[tuple[bool, int | None], _Flow] = {}
-    entered = 0  # the op at which any flow entered a layer last
+    flows: dict[tuple[bool, int | None, int], _Flow] = {}
+    chunk_of = shape.chunk_of
+    # The op at which any flow entered a layer last, and such an op before which layers have computed since.
+    entered = entered_before = 0
     computed = [0] * (len(ops) + 1)  # how many compute nodes of layers come before an op
     for index, op in enumerate(ops):
         computed[index + 1] = computed[index] + (op.part != "" and op.lane is Lane.COMPUTE)
         if op.kind not in NODE_KINDS:
             continue
-        key = (op.kind is Kind.FORWARD, op.microbatch)
+        key = (op.kind is Kind.FORWARD, op.microbatch, chunk_of[op.stage])
         flow = flows.get(key)
         if flow is None:
-            flow = flows[key] = _Flow(entered)
+            # A flow that starts with a layer enters it together with its partner, which may have come first.
+            together = op.stage in layers and computed[index] == computed[entered]
+            flow = flows[key] = _Flow(entered_before if together else entered)
         if op.stage != flow.stage:
             flow.enter(op.stage, index, op.stage in layers)
             if op.stage in layers:
+                entered_before = entered if computed[index] > computed[entered] else entered_before
                 entered = index
         for unit in uses[op.stage, op.part]:
             stretch = latest.get(unit)
@@ -131,7 +138,8 @@ def add_waits(shape: PlanShape, ops: tuple[Op, ...]) -> tuple[Op, ...]:
     ops are looked at first: an earlier one cannot stand for them.
     """
     lanes = [LANE_NUMBER[op.issue_lane] for op in ops]
-    clocks = [[-1] * len(LANE_NUMBER) for _ in LANE_NUMBER]
+    count = lane_count(shape)
+    clocks = [[-1] * count for _ in range(count)]
     seen_by: list[tuple[int, ...]] = []
     result: list[Op] = []
     for index, needed in enumerate(dependencies(shape, ops)):

@@ -14,16 +14,19 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 from combined_1f1b.errors import PlanError
-from combined_1f1b.schedule.dependencies import ISSUE_LANES, LANE_NUMBER
+from combined_1f1b.schedule.dependencies import ISSUE_LANES, LANE_NUMBER, lane_count
 from combined_1f1b.schedule.excerpt import bad_op, excerpt
-from combined_1f1b.schedule.ops import NODE_KINDS, Kind, Lane, Op
+from combined_1f1b.schedule.ops import FLOW_KINDS, NODE_KINDS, Kind, Lane, Op
 from combined_1f1b.schedule.order import base_order
 from combined_1f1b.schedule.passes import apply_passes
+from combined_1f1b.schedule.pipeline_order import Call, slots
 from combined_1f1b.schedule.shape import PlanShape
 
-__all__ = ["Pairs", "Plan", "PlanShape", "build_plan"]
+__all__ = ["Fragment", "Pairs", "Plan", "PlanShape", "build_plan"]
 
 
 @dataclass(frozen=True)
@@ -108,10 +111,11 @@ class Plan:
     def clocks(self) -> tuple[tuple[int, ...], ...]:
         """For every op, the latest op of each issue lane that is done once this op starts (on its own lane: its index).
 
-        Lanes are in the order of ISSUE_LANES; -1 means none.
+        Lanes are in the order of ISSUE_LANES, as many as the plan uses; -1 means none.
         """
         lanes = [LANE_NUMBER[op.issue_lane] for op in self.ops]
-        current = [[-1] * len(ISSUE_LANES) for _ in ISSUE_LANES]
+        count = lane_count(self.shape)
+        current = [[-1] * count for _ in range(count)]
         result: list[tuple[int, ...]] = []
         for index, waits in enumerate(self.wait_indices):
             clock = current[lanes[index]]
@@ -124,7 +128,7 @@ class Plan:
     @cached_property
     def _seen_on(self) -> dict[Lane, tuple[list[int], tuple[tuple[int, ...], ...]]]:
         """Per issue lane: its ops, and for each other lane what they have seen of it (never decreasing)."""
-        found: dict[Lane, list[int]] = {lane: [] for lane in ISSUE_LANES}
+        found: dict[Lane, list[int]] = {lane: [] for lane in ISSUE_LANES[: lane_count(self.shape)]}
         for index, op in enumerate(self.ops):
             found[op.issue_lane].append(index)
         clocks = self.clocks
@@ -175,17 +179,54 @@ class Plan:
     @cached_property
     def pairs(self) -> Pairs:
         """Pairs of flows whose ops interleave, counted in the ops themselves."""
-        return _count_pairs(self.ops)
+        return _count_pairs(self)
+
+    @cached_property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """The plan cut at the starts of its slots (`pipeline_order.py`); together they are the whole plan.
+
+        Megatron's interleaved driver asks for one after the other. What belongs to no flow, such as a GATHER for the
+        next slot, is in the fragment of the op before it.
+        """
+        assert not self.shape.pair_head_and_tail, "fragments are those of pipeline slots"
+        row = slots(self.shape)
+        number_of: dict[tuple[bool, int | None, int], int] = {}
+        for number, slot in enumerate(row):
+            for forward, call in ((True, slot.forward), (False, slot.backward)):
+                if call is not None:
+                    number_of[forward, call.microbatch, call.chunk] = number
+        chunk_of = self.shape.chunk_of
+        starts: dict[int, int] = {0: 0}
+        for index, op in enumerate(self.ops):
+            if op.kind in FLOW_KINDS:
+                flow = (op.kind in _FORWARD_KINDS, op.microbatch, chunk_of[op.stage])
+                starts.setdefault(number_of[flow], index)
+        bounds = [*(starts[number] for number in range(len(row))), len(self.ops)]
+        return tuple(Fragment(*slot, *place) for slot, place in zip(row, pairwise(bounds), strict=True))
 
 
-def _count_pairs(ops: Sequence[Op]) -> Pairs:
-    spans: dict[tuple[bool, int | None], list[int]] = {}
-    for index, op in enumerate(ops):
+_FORWARD_KINDS = (Kind.FORWARD, Kind.SEND_FORWARD)
+
+
+class Fragment(NamedTuple):
+    """One slot of a plan: the forward and the backward that it runs, and its ops, `plan.ops[start:end]`."""
+
+    forward: Call | None
+    backward: Call | None
+    start: int
+    end: int
+
+
+def _count_pairs(plan: Plan) -> Pairs:
+    spans: dict[tuple[bool, int | None, int], list[int]] = {}
+    chunk_of = plan.shape.chunk_of
+    for index, op in enumerate(plan.ops):
         if op.kind in NODE_KINDS:
-            spans.setdefault((op.kind is Kind.FORWARD, op.microbatch), [index, index])[1] = index
+            flow = (op.kind is Kind.FORWARD, op.microbatch, chunk_of[op.stage])
+            spans.setdefault(flow, [index, index])[1] = index
     counts = {(True, False): 0, (True, True): 0, (False, False): 0}
     running: list[tuple[bool, int]] = []
-    for (forward, _), (start, end) in sorted(spans.items(), key=lambda item: item[1]):
+    for (forward, *_), (start, end) in sorted(spans.items(), key=lambda item: item[1]):
         running = [flow for flow in running if flow[1] > start]
         for other, _ in running:
             counts[(other or forward, other and forward)] += 1
@@ -212,11 +253,14 @@ def build_plan(
     combine_parameters: bool = False,
     has_final_norm: bool = True,
     interleave_head: bool = True,
+    microbatch_group_size_per_vp_stage: int | None = None,
+    layer_counts: Sequence[int] | None = None,
 ) -> Plan:
-    """Build the plan of one iteration. The arguments are the fields of `PlanShape`.
+    """Build the plan of one iteration, with pp > 1 that of one pipeline rank. The arguments are `PlanShape`'s fields.
 
     Args:
         moe_layers: indices of the mixture-of-experts layers, in any order; None means all layers.
+        microbatch_group_size_per_vp_stage: None means pp, as in Megatron.
 
     Raises:
         ConfigError: a value cannot work; the message names the argument, its value and the fix.
@@ -239,5 +283,13 @@ def build_plan(
         pp=pp,
         vpp=vpp,
         rank=rank,
+        microbatch_group_size_per_vp_stage=_group_size(microbatch_group_size_per_vp_stage, pp, vpp),
+        layer_counts=None if layer_counts is None else tuple(layer_counts),
     )
     return Plan(shape, apply_passes(shape, base_order(shape)))
+
+
+def _group_size(given: int | None, pp: int, vpp: int) -> int:
+    if vpp == 1:
+        return 0
+    return pp if given is None else given

@@ -1,4 +1,7 @@
-"""Drawings of a plan: a text table, a picture, a trace for Perfetto. All show the ops that the executor runs."""
+"""Drawings of a plan: a text table, a picture, a trace for Perfetto. All show the ops that the executor runs.
+
+Pictures and traces take the plans of several pipeline ranks too, and show them one below the other.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import ceil
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from combined_1f1b.schedule.ops import Kind, Lane, Op
+from combined_1f1b.schedule.ops import TRANSFER_KINDS, Kind, Lane, Op
 from combined_1f1b.schedule.plan import Plan
-from combined_1f1b.schedule.simulate import CostModel, Simulation, Span, simulate
+from combined_1f1b.schedule.simulate import CostModel, Simulation, Span, simulate_ranks
+from combined_1f1b.schedule.transfers import RECEIVE_KINDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +25,7 @@ _COLOURS = {
     Kind.WEIGHT: ("#84cc98", "#aee0bb"),
     Kind.GATHER: ("#c3b5e8", "#c3b5e8"),
     Kind.REDUCE: ("#eba3b5", "#eba3b5"),
+    **dict.fromkeys(TRANSFER_KINDS, ("#8ccfcb", "#b4e0dd")),
 }
 _MEANINGS = (
     (Kind.FORWARD, "forward"),
@@ -28,6 +33,7 @@ _MEANINGS = (
     (Kind.WEIGHT, "weight gradients"),
     (Kind.GATHER, "gather parameters"),
     (Kind.REDUCE, "reduce gradients"),
+    (Kind.SEND_FORWARD, "send and receive"),
 )
 _EDGE, _WAITING = "#4a4a4a", "#d62728"
 _INCHES_PER_UNIT = 0.75
@@ -54,6 +60,8 @@ def to_text(plan: Plan, first: int = 0, last: int | None = None) -> str:
         for other in plan.wait_indices[first + offset]:
             if other >= first:
                 row = max(row, row_of[other - first] + 1)
+        if op.kind in RECEIVE_KINDS and row_of:
+            row = max(row, row_of[-1])  # it waits for nothing here, but its neighbour is no earlier
         row_of.append(row)
         next_row[op.lane] = row + 1
         cells[row, op.lane] = op.name
@@ -66,46 +74,71 @@ def to_text(plan: Plan, first: int = 0, last: int | None = None) -> str:
     )
 
 
-def to_perfetto(plan: Plan, cost: CostModel | None = None) -> dict[str, Any]:
+def to_perfetto(plans: Plan | Sequence[Plan], cost: CostModel | None = None) -> dict[str, Any]:
     """Return a trace in Chrome's JSON format, which ui.perfetto.dev opens: one thread a lane, one slice an op.
 
-    Times are those of `simulate`, with one unit of cost shown as a millisecond. Arrows show the waits.
+    Several plans are those of all pipeline ranks, each of them a process. Times are those of the simulation, with one
+    unit of cost shown as a millisecond. Arrows show the waits.
     """
-    threads = {lane: number for number, lane in enumerate(Lane)}
-    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "combined_1f1b"}}]
+    ranks = _as_sequence(plans)
+    events: list[dict[str, Any]] = []
+    for plan, simulation in zip(ranks, simulate_ranks(ranks, cost), strict=True):
+        events += _events(plan, simulation, first_arrow=len(events))
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _as_sequence(plans: Plan | Sequence[Plan]) -> Sequence[Plan]:
+    return [plans] if isinstance(plans, Plan) else plans
+
+
+def _lanes(simulation: Simulation) -> list[Lane]:
+    used = {span.lane for span in simulation.spans}
+    return [lane for lane in Lane if lane in used]
+
+
+def _events(plan: Plan, simulation: Simulation, first_arrow: int) -> Iterator[dict[str, Any]]:
+    rank = plan.shape.rank
+    threads = {lane: number for number, lane in enumerate(_lanes(simulation))}
+    process = "combined_1f1b" if plan.shape.pp == 1 else f"pipeline rank {rank}"
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": process}}
     for lane, number in threads.items():
-        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": lane.value}})
-        events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": number, "args": {"sort_index": number}})
-    simulation = simulate(plan, cost)
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane.value}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": number, "args": {"sort_index": number}}
     issued: dict[int, Span] = {}
     for span in simulation.spans:
         op = plan.ops[span.op_index]
         issued.setdefault(span.op_index, span)
-        events.append(
-            {
-                "ph": "X",
-                "name": op.name if span.lane is op.lane else f"{op.name} (pack)",
-                "cat": op.kind.value,
-                "pid": 0,
-                "tid": threads[span.lane],
-                "ts": span.start * 1000,
-                "dur": (span.end - span.start) * 1000,
-                "args": {"index": span.op_index, "waits": list(op.waits)},
-            }
-        )
-    arrow = 0
+        yield {
+            "ph": "X",
+            "name": op.name if span.lane is op.lane else f"{op.name} (pack)",
+            "cat": op.kind.value,
+            "pid": rank,
+            "tid": threads[span.lane],
+            "ts": span.start * 1000,
+            "dur": (span.end - span.start) * 1000,
+            "args": {"index": span.op_index, "waits": list(op.waits)},
+        }
+    arrow = first_arrow
     for index, waits in enumerate(plan.wait_indices):
         for other in waits:
             source, target = issued[other], issued[index]
-            common = {"name": "wait", "cat": "wait", "pid": 0, "id": arrow}
-            events.append({**common, "ph": "s", "tid": threads[source.lane], "ts": source.end * 1000})
-            events.append({**common, "ph": "f", "bp": "e", "tid": threads[target.lane], "ts": target.start * 1000})
+            common = {"name": "wait", "cat": "wait", "pid": rank, "id": arrow}
+            yield {**common, "ph": "s", "tid": threads[source.lane], "ts": source.end * 1000}
+            yield {**common, "ph": "f", "bp": "e", "tid": threads[target.lane], "ts": target.start * 1000}
             arrow += 1
-    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+class _Row(NamedTuple):
+    """One lane of one rank in a picture."""
+
+    label: str
+    lane: Lane
+    plan: Plan
+    simulation: Simulation
 
 
 def to_svg(
-    plan: Plan,
+    plans: Plan | Sequence[Plan],
     path: str | PathLike[str],
     *,
     cost: CostModel | None = None,
@@ -117,6 +150,7 @@ def to_svg(
     Hatched stretches of the compute lane are traffic that nothing hides.
 
     Args:
+        plans: a plan, or those of all pipeline ranks.
         path: file to write; the suffix chooses the format (".svg", or any other that matplotlib knows).
         width: most time of one band, in units of an attention forward; the bands share the time evenly.
         title: heading; None makes one from the plan.
@@ -125,52 +159,75 @@ def to_svg(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    simulation = simulate(plan, cost)
-    lanes = [lane for lane in Lane if any(span.lane is lane for span in simulation.spans)]
-    bands = max(1, ceil(simulation.makespan / width))
-    width = simulation.makespan / bands
-    band_inches = len(lanes) * _ROW_INCHES + 0.45
+    ranks = _as_sequence(plans)
+    simulations = simulate_ranks(ranks, cost)
+    rows = [
+        _Row(lane.value if len(ranks) == 1 else f"{plan.shape.rank} {lane.value}", lane, plan, simulation)
+        for plan, simulation in zip(ranks, simulations, strict=True)
+        for lane in _lanes(simulation)
+    ]
+    makespan = max(simulation.makespan for simulation in simulations)
+    bands = max(1, ceil(makespan / width))
+    width = makespan / bands
+    band_inches = len(rows) * _ROW_INCHES + 0.45
     figure = Figure(figsize=(width * _INCHES_PER_UNIT + 1.3, bands * band_inches + 1.1), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(bands, 1, squeeze=False)
     for band in range(bands):
-        axes = grid[band, 0]
-        _draw_axes(axes, lanes, band * width, width)
-        for span in simulation.spans:
-            _draw_span(axes, plan.ops[span.op_index], span, lanes.index(span.lane), band * width, width)
-        for start, end in _exposed(simulation):
-            axes.broken_barh(
-                [(start, end - start)], (0.06, 0.88), facecolor="none", edgecolor=_WAITING, hatch="////", linewidth=0
-            )
-    _draw_legend(figure, plan, title or _title(plan, simulation))
+        _draw_band(grid[band, 0], rows, band * width, width)
+    _draw_legend(figure, ranks, title or _title(ranks, simulations))
     # The same plan gives the same bytes, so that a picture under version control changes with the plan only.
     is_svg = str(path).endswith(".svg")
     with matplotlib.rc_context({"svg.hashsalt": "combined_1f1b"}):
         figure.savefig(path, metadata={"Date": None} if is_svg else None)
 
 
-def _title(plan: Plan, simulation: Simulation) -> str:
-    shape, pairs = plan.shape, plan.pairs
+def _draw_band(axes: Axes, rows: Sequence[_Row], start: float, width: float) -> None:
+    _draw_axes(axes, [row.label for row in rows], start, width)
+    for number, row in enumerate(rows):
+        for span in row.simulation.spans:
+            if span.lane is row.lane:
+                _draw_span(axes, row.plan.ops[span.op_index], span, number, start, width)
+        if row.lane is Lane.COMPUTE:
+            for begin, end in _exposed(row.simulation):
+                axes.broken_barh(
+                    [(begin, end - begin)],
+                    (number + 0.06, 0.88),
+                    facecolor="none",
+                    edgecolor=_WAITING,
+                    hatch="////",
+                    linewidth=0,
+                )
+
+
+def _title(plans: Sequence[Plan], simulations: Sequence[Simulation]) -> str:
+    shape, pairs = plans[0].shape, plans[0].pairs
     counts = (
         (shape.num_layers + shape.num_mtp_layers, "layer"),
+        (shape.pp if shape.pp > 1 else 0, "pipeline rank"),
+        (shape.vpp if shape.vpp > 1 else 0, "chunk"),
         (shape.num_microbatches, "micro-batch"),
-        (pairs.forward_backward_pairs, "forward/backward pair"),
+        (pairs.forward_backward_pairs if len(plans) == 1 else 0, "forward/backward pair"),
         (pairs.head_pairs, "forward/forward pair"),
         (pairs.tail_pairs, "backward/backward pair"),
     )
     plurals = {"micro-batch": "micro-batches"}
     words = [f"{n} {word if n == 1 else plurals.get(word, word + 's')}" for n, word in counts if n]
-    return f"{', '.join(words)}: {simulation.hidden_fraction:.0%} of the all-to-all time runs under compute"
+    if shape.pp > 1 and len(plans) == 1:
+        words.insert(0, f"rank {shape.rank}")
+    busy = sum(simulation.comm_busy for simulation in simulations)
+    hidden = 1 - sum(simulation.exposed_comm for simulation in simulations) / busy if busy else 1.0
+    return f"{', '.join(words)}: {hidden:.0%} of the all-to-all time runs under compute"
 
 
-def _draw_axes(axes: Axes, lanes: Sequence[Lane], start: float, width: float) -> None:
+def _draw_axes(axes: Axes, labels: Sequence[str], start: float, width: float) -> None:
     axes.set_xlim(start, start + width)
-    axes.set_ylim(len(lanes), 0)
-    axes.set_yticks([row + 0.5 for row in range(len(lanes))], [lane.value for lane in lanes], fontsize=10)
+    axes.set_ylim(len(labels), 0)
+    axes.set_yticks([row + 0.5 for row in range(len(labels))], labels, fontsize=10)
     axes.tick_params(length=0, labelbottom=False)
     for side in ("top", "right", "bottom", "left"):
         axes.spines[side].set_visible(False)
-    for row in range(len(lanes)):
+    for row in range(len(labels)):
         axes.axhspan(row + 0.03, row + 0.97, color="#f4f4f4", zorder=0)
 
 
@@ -210,10 +267,12 @@ def _exposed(simulation: Simulation) -> Iterator[tuple[float, float]]:
                     yield max(start, span.start), min(end, span.end)
 
 
-def _draw_legend(figure: Any, plan: Plan, title: str) -> None:
+def _draw_legend(figure: Any, plans: Sequence[Plan], title: str) -> None:
     from matplotlib.patches import Patch
 
-    kinds = {op.kind for op in plan.ops}
+    kinds = {op.kind for plan in plans for op in plan.ops}
+    if kinds & set(TRANSFER_KINDS):
+        kinds.add(Kind.SEND_FORWARD)
     handles = [
         Patch(facecolor=_COLOURS[kind][0], edgecolor=_EDGE, linewidth=0.6, label=meaning)
         for kind, meaning in _MEANINGS

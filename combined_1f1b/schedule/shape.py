@@ -5,7 +5,8 @@ A micro-batch's forward visits the stages in this order, its backward in reverse
     embedding   L0 .. L{n-1}   final_norm   M0 .. M{k-1}   output_layer   loss
 
 A mixture-of-experts layer has the parts attention, dispatch, experts, combine; a dense one attention, mlp; a
-multi-token-prediction layer M{i} ends with a part postprocess. The other stages have no parts.
+multi-token-prediction layer M{i} ends with a part postprocess. The other stages have no parts. With pp > 1 a shape is
+that of one pipeline rank, which holds the stages of its chunks (`chunks.py`).
 """
 
 from __future__ import annotations
@@ -13,23 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import NamedTuple
 
 from combined_1f1b.errors import ConfigError, PlanError
+from combined_1f1b.schedule.chunks import Chunk, Stage, chunks_of
+from combined_1f1b.schedule.pipeline_order import check_pipeline
 
-MOE_PARTS = ("attention", "dispatch", "experts", "combine")
-DENSE_PARTS = ("attention", "mlp")
-MTP_PARTS = (*MOE_PARTS, "postprocess")
 WEIGHT_PARTS = ("attention", "experts", "mlp")
 """Parts whose weight gradients are an op of their own when they are delayed."""
-
-
-class Stage(NamedTuple):
-    """A stage of the forward: its name, its parts ("" for a stage without parts) and whether it is a layer."""
-
-    name: str
-    parts: tuple[str, ...]
-    is_layer: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +44,9 @@ class PlanShape:
         combine_parameters: a layer's combine uses parameters of the layer (latent projections).
         has_final_norm: the decoder ends with a norm.
         pp, vpp, rank: pipeline-parallel size, model chunks per rank, pipeline rank.
+        microbatch_group_size_per_vp_stage: with vpp > 1, how many micro-batches a chunk runs in a row; else 0.
+        layer_counts: decoder layers of each of the pp * vpp pipeline stages, in the order in which a micro-batch passes
+            them; 0 is allowed. None splits them evenly.
 
     Raises:
         ConfigError: a value cannot work.
@@ -75,16 +69,14 @@ class PlanShape:
     pp: int = 1
     vpp: int = 1
     rank: int = 0
+    microbatch_group_size_per_vp_stage: int = 0
+    layer_counts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for flag, least in (("num_layers", 1), ("num_microbatches", 1), ("num_mtp_layers", 0)):
             if getattr(self, flag) < least:
                 raise ConfigError.of(flag, getattr(self, flag), "too small", f"use at least {least}")
-        for flag in ("pp", "vpp"):
-            if getattr(self, flag) != 1:
-                raise ConfigError.of(flag, getattr(self, flag), "pipeline plans are not built yet", f"use {flag}=1")
-        if self.rank != 0:
-            raise ConfigError.of("rank", self.rank, "with pp=1 there is one pipeline rank", "use rank=0")
+        check_pipeline(self)
         bad = [layer for layer in self.moe_layers if not 0 <= layer < self.num_layers]
         if bad or list(self.moe_layers) != sorted(set(self.moe_layers)):
             raise ConfigError.of(
@@ -100,18 +92,30 @@ class PlanShape:
                 raise ConfigError.of(flag, unknown, "the shape has no such unit", f"use some of {known}")
 
     @cached_property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Decoder layers of each pipeline stage."""
+        count = self.pp * self.vpp
+        return self.layer_counts or (self.num_layers // count,) * count
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The rank's model chunks."""
+        return chunks_of(self)
+
+    @cached_property
+    def chunk_of(self) -> dict[str, int]:
+        """Number of the chunk that a stage belongs to, by the stage's name and by the chunk's own."""
+        names = {chunk.name: chunk.number for chunk in self.chunks}
+        return names | {stage.name: chunk.number for chunk in self.chunks for stage in chunk.stages}
+
+    @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages in forward order."""
-        moe = set(self.moe_layers)
-        layers = [Stage(f"L{i}", MOE_PARTS if i in moe else DENSE_PARTS, True) for i in range(self.num_layers)]
-        norm = [Stage("final_norm", ("",), False)] if self.has_final_norm else []
-        predictors = [Stage(f"M{i}", MTP_PARTS, True) for i in range(self.num_mtp_layers)]
-        first, *last = (Stage(name, ("",), False) for name in ("embedding", "output_layer", "loss"))
-        return (first, *layers, *norm, *predictors, *last)
+        """The rank's stages in forward order."""
+        return tuple(stage for chunk in self.chunks for stage in chunk.stages)
 
     @cached_property
     def layer_stages(self) -> tuple[Stage, ...]:
-        """The decoder layers and the multi-token-prediction layers, in forward order."""
+        """The rank's decoder layers and multi-token-prediction layers, in forward order."""
         return tuple(stage for stage in self.stages if stage.is_layer)
 
     @cached_property
@@ -134,8 +138,8 @@ class PlanShape:
             return ("root",)
         if part == "attention" and stage.startswith("M"):
             return (stage, "root", "embedding")
-        if stage == "output_layer" and self.tied_embeddings:
-            return ("embedding",)
+        if stage == "output_layer" and self.tied_embeddings and (self.pp == 1 or self.num_mtp_layers):
+            return ("embedding",)  # else the last pipeline stage has a copy of the weight, a unit of its own
         return (stage,)
 
     @cached_property
@@ -167,8 +171,9 @@ class PlanShape:
 
         That is the embedding, when it is tied or multi-token prediction reads it. When two backwards are interleaved,
         the second one's early gradients arrive before the first one's reduction, and the executor keeps them apart.
+        Stages of a pipeline never interleave two backwards.
         """
-        both_ends = self.tied_embeddings or self.num_mtp_layers > 0
+        both_ends = self.pp == 1 and (self.tied_embeddings or self.num_mtp_layers > 0)
         return ("embedding",) if both_ends and "embedding" in self.reduced_units else ()
 
     def __str__(self) -> str:
@@ -217,4 +222,4 @@ def _parse_value(type_name: str, text: str) -> object:
     if type_name == "bool":
         return {"no": False, "yes": True}[text]
     items: Iterable[str] = () if text == "-" else text.split(",")
-    return tuple(int(item) for item in items) if type_name == "tuple[int, ...]" else tuple(items)
+    return tuple(int(item) for item in items) if type_name.startswith("tuple[int") else tuple(items)

@@ -1,19 +1,22 @@
 """How long a plan takes on idealised lanes, and how much of its traffic runs under compute.
 
 Every op starts when its lane is free and its waits are done; issuing costs nothing. A REDUCE packs on the compute lane
-once the reduction stream is free, and reduces there. Times are relative: a layer's attention forward is 1.
+once the reduction stream is free, and reduces there. A SEND takes its lane for the time of a transfer, and a RECV ends
+with it. Times are relative: a layer's attention forward is 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from combined_1f1b.schedule.dependencies import LANE_NUMBER
-from combined_1f1b.schedule.ops import COMM_PARTS, Kind, Lane, Op
+from combined_1f1b.schedule.ops import COMM_PARTS, FLOW_KINDS, TRANSFER_KINDS, Kind, Lane
 from combined_1f1b.schedule.plan import Plan
 from combined_1f1b.schedule.shape import WEIGHT_PARTS
+from combined_1f1b.schedule.transfers import SEND_KINDS, Transfer, transfer_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,7 @@ class CostModel:
         weight: the part of `backward` that is weight gradients, which W takes over when they are delayed.
         gather, reduce: time of a unit's all-gather and reduction.
         pack: time of the copy on the compute lane before the reduction.
+        transfer: time of a tensor's way from one pipeline stage to the next.
         unit_scale: unit name -> multiple of `gather`, `reduce` and `pack` for units that are larger or smaller.
     """
 
@@ -44,6 +48,7 @@ class CostModel:
     gather: float = 0.4
     reduce: float = 0.4
     pack: float = 0.05
+    transfer: float = 0.2
     unit_scale: Mapping[str, float] = field(default_factory=lambda: {"final_norm": 0.02, "root": 0.1})
 
     def node(self, kind: Kind, name: str, delay_wgrad: bool) -> float:
@@ -75,7 +80,8 @@ class Simulation:
         compute_busy, comm_busy: time during which the lane had work.
         exposed_comm: time during which the comm lane had work and the compute lane had none.
         hidden_fraction: part of `comm_busy` that is not exposed; 1 without traffic.
-        peak_microbatches: most micro-batches between their first forward op and their last backward op at one time.
+        peak_microbatches: most micro-batches between their first forward op and their last backward op at one time;
+            with several model chunks, each micro-batch counts once for every chunk that holds it.
         comm_ops: dispatch and combine ops, forward and backward.
         comm_ops_under_partner: those beside which another flow may run a layer's compute node or its output layer, by
             the plan's waits alone.
@@ -94,13 +100,43 @@ class Simulation:
 
 
 def simulate(plan: Plan, cost: CostModel | None = None) -> Simulation:
-    """Simulate a plan.
+    """Simulate a plan. What a pipeline rank receives comes as soon as its lane is free: see `simulate_ranks`.
 
     Args:
         plan: a valid plan.
         cost: times of the ops; relative defaults when None.
     """
-    spans = _spans(plan, cost or CostModel())
+    (simulation,) = _simulate([plan], cost or CostModel())
+    return simulation
+
+
+def simulate_ranks(plans: Sequence[Plan], cost: CostModel | None = None) -> tuple[Simulation, ...]:
+    """Simulate the plans of all ranks of a pipeline, each waiting for what the others send.
+
+    Args:
+        plans: valid plans, one for each pipeline rank.
+        cost: times of the ops; relative defaults when None.
+
+    Returns:
+        One simulation for each plan. All start at time 0, and the iteration takes the largest makespan.
+    """
+    return tuple(_simulate(plans, cost or CostModel()))
+
+
+def _simulate(plans: Sequence[Plan], cost: CostModel) -> Iterator[Simulation]:
+    arrived: dict[Transfer, float] | None = {} if len(plans) > 1 else None
+    spans: list[list[Span]] = [[] for _ in plans]
+    running = deque(_issue(plan, cost, rank_spans, arrived) for plan, rank_spans in zip(plans, spans, strict=True))
+    while running:
+        rank = running.popleft()
+        for _ in rank:  # it waits for another rank: go on with that
+            running.append(rank)
+            break
+    for plan, rank_spans in zip(plans, spans, strict=True):
+        yield _summary(plan, rank_spans)
+
+
+def _summary(plan: Plan, spans: Sequence[Span]) -> Simulation:
     compute = [(span.start, span.end) for span in spans if span.lane is Lane.COMPUTE]
     comm = [(span.start, span.end) for span in spans if span.lane is Lane.COMM]
     comm_busy = _total(comm)
@@ -111,18 +147,20 @@ def simulate(plan: Plan, cost: CostModel | None = None) -> Simulation:
         comm_busy=comm_busy,
         exposed_comm=comm_busy - hidden,
         hidden_fraction=hidden / comm_busy if comm_busy else 1.0,
-        peak_microbatches=peak_microbatches(plan.ops),
+        peak_microbatches=peak_microbatches(plan),
         comm_ops=sum(op.lane is Lane.COMM for op in plan.ops),
         comm_ops_under_partner=comm_ops_under_partner(plan),
         spans=tuple(spans),
     )
 
 
-def _spans(plan: Plan, cost: CostModel) -> list[Span]:
+def _issue(
+    plan: Plan, cost: CostModel, spans: list[Span], arrived: dict[Transfer, float] | None
+) -> Generator[None, None, None]:
+    """Append the spans of a plan's ops, and pause at a RECV until its tensor is in `arrived`."""
     node_cost: dict[tuple[Kind, str], float] = {}
     lane_free = dict.fromkeys(Lane, 0.0)
     end_of: list[float] = []
-    spans: list[Span] = []
     for index, (op, waits) in enumerate(zip(plan.ops, plan.wait_indices, strict=True)):
         kind, lane = op.kind, op.issue_lane
         start = lane_free[lane]
@@ -139,6 +177,17 @@ def _spans(plan: Plan, cost: CostModel) -> list[Span]:
             start = max(start, lane_free[Lane.REDUCE])
             end = start + cost.pack * scale
             lane_free[Lane.REDUCE] = end + cost.reduce * scale
+        elif kind in TRANSFER_KINDS:
+            end = start + cost.transfer
+            if arrived is not None:
+                transfer = transfer_of(plan.shape, op)
+                if kind in SEND_KINDS:
+                    arrived[transfer] = end
+                else:
+                    while transfer not in arrived:
+                        yield
+                    end = max(start, arrived[transfer])
+                    start = max(start, end - cost.transfer)
         else:
             key = (kind, op.part or op.stage)
             if key not in node_cost:
@@ -149,7 +198,6 @@ def _spans(plan: Plan, cost: CostModel) -> list[Span]:
         spans.append(Span(index, lane, start, end))
         if kind is Kind.REDUCE:
             spans.append(Span(index, Lane.REDUCE, end, lane_free[Lane.REDUCE]))
-    return spans
 
 
 def _total(intervals: Sequence[tuple[float, float]]) -> float:
@@ -169,17 +217,20 @@ def _overlap(first: Sequence[tuple[float, float]], second: Sequence[tuple[float,
     return total
 
 
-def peak_microbatches(ops: Sequence[Op]) -> int:
-    """Return the most micro-batches whose activations are alive at one time, whole or in part."""
-    last = {op.microbatch: index for index, op in enumerate(ops) if op.kind in (Kind.BACKWARD, Kind.WEIGHT)}
-    alive: set[int | None] = set()
+def peak_microbatches(plan: Plan) -> int:
+    """Return the most (micro-batch, chunk) whose activations are alive at one time, whole or in part."""
+    chunk_of = plan.shape.chunk_of
+    flows = [(op.microbatch, chunk_of[op.stage]) if op.kind in FLOW_KINDS else None for op in plan.ops]
+    last = {flow: index for index, (op, flow) in enumerate(zip(plan.ops, flows, strict=True)) if flow is not None}
+    alive: set[tuple[int | None, int]] = set()
     peak = 0
-    for index, op in enumerate(ops):
-        if op.kind is Kind.FORWARD:
-            alive.add(op.microbatch)
-            peak = max(peak, len(alive))
-        elif last.get(op.microbatch) == index:
-            alive.discard(op.microbatch)
+    for index, flow in enumerate(flows):
+        if flow is None:
+            continue
+        alive.add(flow)
+        peak = max(peak, len(alive))
+        if last[flow] == index:
+            alive.discard(flow)
     return peak
 
 

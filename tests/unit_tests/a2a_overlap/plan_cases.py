@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 from hypothesis import strategies as st
@@ -61,3 +61,32 @@ def plans(draw: st.DrawFn) -> Plan:
         subset = draw(st.none() | st.sets(st.sampled_from(known)))
         arguments[flag] = None if subset is None else tuple(unit for unit in known if unit in subset)
     return build_plan(**arguments)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> list[Plan]:
+    """The plans of all ranks of a small pipeline, with any split of the layers."""
+    pp = draw(st.integers(2, 4))
+    vpp = draw(st.integers(1, 3))
+    num_layers = draw(st.integers(1, 2 * pp * vpp))
+    bounds = sorted(draw(st.lists(st.integers(0, num_layers), min_size=pp * vpp - 1, max_size=pp * vpp - 1)))
+    group = draw(st.integers(pp, pp + 2))
+    rest = draw(st.just(0) | st.integers(pp, group - 1)) if group > pp else 0
+    arguments: dict[str, Any] = {
+        "num_layers": num_layers,
+        "layer_counts": [end - start for start, end in pairwise([0, *bounds, num_layers])],
+        "num_microbatches": group * draw(st.integers(1, 2)) + rest if vpp > 1 else draw(st.integers(1, 9)),
+        "microbatch_group_size_per_vp_stage": group,
+        "moe_layers": draw(st.none() | st.sets(st.integers(0, num_layers - 1))),
+        "num_mtp_layers": draw(st.integers(0, 1)),
+        "pp": pp,
+        "vpp": vpp,
+    }
+    for flag in ("sharded", "delay_wgrad", "early_attention_release", "tied_embeddings", "has_final_norm"):
+        arguments[flag] = draw(st.booleans())
+    return ranks(**arguments)
+
+
+def ranks(**arguments: Any) -> list[Plan]:
+    """The plans of all ranks of a pipeline."""
+    return [build_plan(**arguments, rank=rank) for rank in range(arguments["pp"])]

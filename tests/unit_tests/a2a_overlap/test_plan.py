@@ -290,7 +290,7 @@ def test_excerpt_points_at_the_op():
         ({"moe_layers": [2]}, "moe_layers"),
         ({"moe_layers": [-1]}, "moe_layers"),
         ({"num_mtp_layers": -1}, "num_mtp_layers"),
-        ({"pp": 2}, "pp"),
+        ({"pp": 3}, "pp"),
         ({"vpp": 2}, "vpp"),
         ({"rank": 1}, "rank"),
         ({"units": ["L7"]}, "units"),

@@ -23,6 +23,11 @@ NAMES = {
     "FREE.L3": (Kind.FREE, None, "L3", "", Lane.GATHER, Lane.GATHER),
     "REDUCE.embedding": (Kind.REDUCE, None, "embedding", "", Lane.REDUCE, Lane.COMPUTE),
     "BEGIN_BACKWARD.0": (Kind.BEGIN_BACKWARD, 0, "", "", Lane.COMPUTE, Lane.COMPUTE),
+    "BEGIN_BACKWARD.0.c1": (Kind.BEGIN_BACKWARD, 0, "c1", "", Lane.COMPUTE, Lane.COMPUTE),
+    "RECV_F3": (Kind.RECEIVE_FORWARD, 3, "", "", Lane.PREVIOUS, Lane.PREVIOUS),
+    "SEND_F13.c1": (Kind.SEND_FORWARD, 13, "c1", "", Lane.NEXT, Lane.NEXT),
+    "RECV_B3.c0": (Kind.RECEIVE_BACKWARD, 3, "c0", "", Lane.NEXT, Lane.NEXT),
+    "SEND_B0": (Kind.SEND_BACKWARD, 0, "", "", Lane.PREVIOUS, Lane.PREVIOUS),
 }
 
 

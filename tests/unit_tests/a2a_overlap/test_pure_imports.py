@@ -14,6 +14,7 @@ pytestmark = pytest.mark.world_size(1)
 PURE = (
     *("ops", "shape", "order", "excerpt", "dependencies"),
     *("passes", "plan", "validate", "simulate", "render"),
+    *("chunks", "pipeline_order", "transfers", "ranks", "slot_simulation"),
 )
 
 PROGRAM = """
@@ -49,7 +50,8 @@ def test_pure_files_need_no_torch():
 
 def test_public_names():
     names = combined_1f1b.schedule.__all__
-    assert names == sorted(names) == ["Op", "Plan", "PlanShape", "build_plan", "simulate"]
+    functions = ["build_plan", "simulate", "simulate_ranks", "validate_ranks"]
+    assert names == sorted(names) == ["Op", "Plan", "PlanShape", *functions]
     for name in names:
         # `simulate` is the function, whichever of its file and itself is imported first.
         assert callable(getattr(combined_1f1b.schedule, name))

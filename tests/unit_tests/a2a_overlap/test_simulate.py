@@ -6,11 +6,13 @@ import math
 
 import pytest
 from hypothesis import given, settings
-from plan_cases import plans
+from plan_cases import pipelines, plans, ranks
 
-from combined_1f1b.schedule import build_plan, simulate
+from combined_1f1b.schedule import PlanShape, build_plan, simulate, simulate_ranks
 from combined_1f1b.schedule.ops import Kind, Lane
+from combined_1f1b.schedule.pipeline_order import Slot, calls, pair_up, slots
 from combined_1f1b.schedule.simulate import CostModel
+from combined_1f1b.schedule.slot_simulation import slot_makespan
 
 pytestmark = pytest.mark.world_size(1)
 
@@ -157,3 +159,100 @@ def test_spans_obey_the_plan(plan):
     assert math.isclose(simulation.exposed_comm, simulation.comm_busy * (1 - simulation.hidden_fraction), abs_tol=1e-9)
     assert simulation.makespan >= simulation.compute_busy - 1e-9
     assert simulation.comm_ops_under_partner <= simulation.comm_ops
+
+
+def plain_slots(shape: PlanShape) -> list[Slot]:
+    """Megatron's 1F1B without pairs: pp - 1 - rank forwards, then one forward and one backward in turn."""
+    forwards, backwards = calls(shape)
+    warmup = min(shape.pp - 1 - shape.rank, shape.num_microbatches)
+    return [
+        *(Slot(call, None) for call in forwards[:warmup]),
+        *(
+            slot
+            for pair in zip(forwards[warmup:], backwards, strict=False)
+            for slot in (Slot(pair[0], None), Slot(None, pair[1]))
+        ),
+        *(Slot(None, call) for call in backwards[len(forwards) - warmup :]),
+    ]
+
+
+def shapes(pp: int, num_microbatches: int) -> list[PlanShape]:
+    return [PlanShape(num_layers=pp, num_microbatches=num_microbatches, pp=pp, rank=rank) for rank in range(pp)]
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("factor", [1, 2, 4, 8])
+def test_pairs_cost_no_time_with_enough_warm_up_forwards(pp, factor):
+    """As long as plain 1F1B, whose traffic costs nothing here. With pp - rank warm-up forwards, 1.6 to 1.9 times."""
+    every = shapes(pp, factor * pp)
+    plain = slot_makespan([plain_slots(shape) for shape in every])
+    assert plain == 3 * (factor * pp + pp - 1)
+    assert slot_makespan([slots(shape) for shape in every]) == plain
+    short = slot_makespan([pair_up(*calls(shape), pp - shape.rank) for shape in every])
+    if factor >= 4:
+        assert 1.6 <= short / plain <= 1.9
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_one_warm_up_forward_less_on_any_rank_costs_time(pp):
+    every = shapes(pp, 4 * pp)
+    best = slot_makespan([slots(shape) for shape in every])
+    for rank in range(pp - 1):
+        rows = [pair_up(*calls(shape), 2 * (pp - 1 - shape.rank) + 1 - (shape.rank == rank)) for shape in every]
+        assert slot_makespan(rows) > best
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+@pytest.mark.parametrize("transfer", [0.0, 0.5])
+def test_transfers_and_all_to_alls_of_the_steady_state_are_hidden(vpp, transfer):
+    """One more round of micro-batches takes exactly the slowest rank's compute, which is the last one's."""
+    pp = 4
+
+    def simulated(count):
+        cost = CostModel(transfer=transfer)
+        return simulate_ranks(ranks(num_layers=8, num_microbatches=count, pp=pp, vpp=vpp), cost)
+
+    few, more = simulated(4 * pp), simulated(5 * pp)
+    took = max(result.makespan for result in more) - max(result.makespan for result in few)
+    compute = [b.compute_busy - a.compute_busy for a, b in zip(few, more, strict=True)]
+    assert max(compute) == compute[-1]
+    assert took == pytest.approx(compute[-1])
+    assert more[-1].exposed_comm == pytest.approx(few[-1].exposed_comm)
+
+
+def test_a_rank_by_itself_never_waits_for_its_neighbours():
+    """Alone, a rank takes its compute and what traffic is exposed; with its neighbours there is the bubble too."""
+    plans = ranks(num_layers=4, num_microbatches=8, pp=2)
+    for plan, result in zip(plans, simulate_ranks(plans), strict=True):
+        alone = simulate(plan)
+        assert alone.makespan < result.makespan
+        assert alone.compute_busy == pytest.approx(result.compute_busy)
+
+
+@settings(max_examples=40, deadline=None)
+@given(pipelines())
+def test_a_receive_ends_with_its_send_or_later(plans):
+    sent: dict[tuple[str, int], float] = {}
+    results = simulate_ranks(plans)
+    for plan, result in zip(plans, results, strict=True):
+        for span in result.spans:
+            op = plan.ops[span.op_index]
+            stage = (
+                plan.shape.chunks[plan.shape.chunk_of[op.stage]].pipeline_stage
+                if op.stage in plan.shape.chunk_of
+                else 0
+            )
+            if op.kind is Kind.SEND_FORWARD:
+                sent[f"F{op.microbatch}", stage + 1] = span.end
+            elif op.kind is Kind.SEND_BACKWARD:
+                sent[f"B{op.microbatch}", stage - 1] = span.end
+    received = 0
+    for plan, result in zip(plans, results, strict=True):
+        for span in result.spans:
+            op = plan.ops[span.op_index]
+            if op.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
+                stage = plan.shape.chunks[plan.shape.chunk_of[op.stage]].pipeline_stage
+                flow = "F" if op.kind is Kind.RECEIVE_FORWARD else "B"
+                assert span.end >= sent[f"{flow}{op.microbatch}", stage]
+                received += 1
+    assert received == len(sent)
