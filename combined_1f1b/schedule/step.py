@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core import utils as megatron_utils
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss, set_current_microbatch
 from megatron.core.utils import get_attr_wrapped_model, nvtx_range_pop, nvtx_range_push
 
@@ -117,8 +118,8 @@ class Step:
         self.num_tokens: list[torch.Tensor] = []
 
     def handlers(self) -> dict[Kind, Handler]:
-        """The table for the executor."""
-        return {
+        """The table for the executor. With Megatron's NVTX profiling on, each op is a range of its name."""
+        table: dict[Kind, Handler] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.WEIGHT: self._weight,
@@ -127,6 +128,9 @@ class Step:
             Kind.REDUCE: self._reduce,
             Kind.BEGIN_BACKWARD: lambda _issue: self._driver.begin_backward(),
         }
+        if not megatron_utils._nvtx_enabled:
+            return table
+        return {kind: _in_range(handler) for kind, handler in table.items()}
 
     def open(self) -> None:
         """Before the first op: prepare the modules."""
@@ -147,15 +151,10 @@ class Step:
         return several_uses and isinstance(self._driver, NullSharding)
 
     def _forward(self, issue: Issue) -> Any:
-        op = issue.op
-        nvtx_range_push(op.name)
-        try:
-            if not self._config.enable_autocast:
-                return self._forward_op(op)
-            with self._autocast():
-                return self._forward_op(op)
-        finally:
-            nvtx_range_pop(op.name)
+        if not self._config.enable_autocast:
+            return self._forward_op(issue.op)
+        with self._autocast():
+            return self._forward_op(issue.op)
 
     def _forward_op(self, op: Op) -> Any:
         if op.stage == "embedding":
@@ -171,32 +170,24 @@ class Step:
         op = issue.op
         microbatch = self._microbatches[op.microbatch]
         self._synchronise_gradients(op.microbatch)
-        nvtx_range_push(op.name)
-        try:
-            if op.stage == "loss":
-                return self._backward_loss(microbatch)
-            node = microbatch.backward_node((op.stage, op.part))
-            if op.stage == "embedding":
-                return self._end(microbatch, node)
-            if issue.index not in self._held_gradients:
-                microbatch.gradients, held = node.backward(microbatch.gradients)
-                return held
-            with self._gradients_kept_apart(issue.index):
-                microbatch.gradients, held = node.backward(microbatch.gradients)
+        if op.stage == "loss":
+            return self._backward_loss(microbatch)
+        node = microbatch.backward_node((op.stage, op.part))
+        if op.stage == "embedding":
+            return self._end(microbatch, node)
+        if issue.index not in self._held_gradients:
+            microbatch.gradients, held = node.backward(microbatch.gradients)
             return held
-        finally:
-            nvtx_range_pop(op.name)
+        with self._gradients_kept_apart(issue.index):
+            microbatch.gradients, held = node.backward(microbatch.gradients)
+        return held
 
     def _weight(self, issue: Issue) -> Any:
         op = issue.op
         node = self._microbatches[op.microbatch].backward_node((op.stage, op.part))
         self._synchronise_gradients(op.microbatch)
-        nvtx_range_push(op.name)
-        try:
-            with self._autocast(), self._gradients_kept_apart(issue.index):
-                return node.weight_gradients()
-        finally:
-            nvtx_range_pop(op.name)
+        with self._autocast(), self._gradients_kept_apart(issue.index):
+            return node.weight_gradients()
 
     @contextmanager
     def _gradients_kept_apart(self, index: int) -> Iterator[None]:
@@ -295,3 +286,21 @@ class Step:
         if self._config.enable_autocast:
             return torch.autocast("cuda", dtype=self._config.autocast_dtype)
         return nullcontext()
+
+
+def _in_range(handler: Handler) -> Handler:
+    def run(issue: Issue) -> Any:
+        ranges = megatron_utils._nvtx_range_messages
+        outside = len(ranges)
+        nvtx_range_push(issue.op.name)
+        try:
+            result = handler(issue)
+        except BaseException:
+            while len(ranges) > outside:  # a failure inside a range of Megatron's own leaves that one open
+                ranges.pop()
+                torch.cuda.nvtx.range_pop()
+            raise
+        nvtx_range_pop(issue.op.name)
+        return result
+
+    return run

@@ -86,6 +86,33 @@ class _Aliases(torch.autograd.Function):
         return None, *[None] * len(gradients)
 
 
+class _Ready:
+    """Gradients on their way to their weights, accumulated as a backward does.
+
+    One engine call takes as many as stay in the device's cache, where the accumulation finds them: a call for each
+    costs small models more, one call for all costs large models another trip to memory.
+    """
+
+    _BYTES = 16 * 2**20
+
+    def __init__(self) -> None:
+        self._weights: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor] = []
+        self._bytes = 0
+
+    def add(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._weights.append(weight)
+        self._gradients.append(gradient)
+        self._bytes += gradient.nbytes
+        if self._bytes >= self._BYTES:
+            self.accumulate()
+
+    def accumulate(self) -> None:
+        if self._weights:
+            torch.autograd.backward(self._weights, self._gradients)
+        self._weights, self._gradients, self._bytes = [], [], 0
+
+
 class DelayedWeights:
     """The delayed weight gradients of one part of a layer, for all micro-batches.
 
@@ -133,8 +160,9 @@ class DelayedWeights:
             What was read, for the caller to hold until the lane that allocated it has caught up.
         """
         held: list[Any] = [*pending]
-        weights = [left.weight for left in pending]
-        gradients = [left.output_gradient.t().matmul(left.entered) for left in pending]
+        ready = _Ready()
+        for left in pending:
+            ready.add(left.weight, left.output_gradient.t().matmul(left.entered))
         pending.clear()
         for module in self._queued:
             if module.wgrad_store.context.empty():  # frozen, or no token came this way
@@ -145,14 +173,13 @@ class DelayedWeights:
             for parameter in parameters:
                 parameter.grad = None
             module.backward_dw()
-            for parameter, gradient in zip(parameters, before, strict=True):
+            gradients = [parameter.grad for parameter in parameters]
+            for parameter, gradient, earlier in zip(parameters, gradients, before, strict=True):
+                parameter.grad = earlier
                 # Megatron's DDP may have taken it already, in a hook of the module's.
-                if parameter.grad is not None:
-                    weights.append(parameter)
-                    gradients.append(parameter.grad)
-                parameter.grad = gradient
-        if weights:
-            torch.autograd.backward(weights, gradients)
+                if gradient is not None:
+                    ready.add(parameter, gradient)
+        ready.accumulate()
         return held
 
     def _on_aliases(self, module: torch.nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:

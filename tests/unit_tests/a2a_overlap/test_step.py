@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from host_models import build, config_of, differing, iteration, parallel, take_gradients
+from megatron.core import utils as megatron_utils
 from parity_testing import EXPERT_SIZE, run, set_flag
 
 import combined_1f1b
@@ -200,3 +201,34 @@ def test_lanes_are_forked_from_and_joined_to_the_callers_stream():
     torch.cuda.current_stream().wait_stream(own)
     assert len(losses) == 3
     assert Lane.COMPUTE.value == "compute"
+
+
+@pytest.fixture
+def ranges(monkeypatch):
+    """Megatron's NVTX profiling is on; yields the names of the ranges that were opened."""
+    names: list[str] = []
+    megatron_utils.configure_nvtx_profiling(True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", names.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
+    yield names
+    megatron_utils.configure_nvtx_profiling(False)
+
+
+@pytest.mark.world_size(1)
+def test_every_op_is_a_range_for_the_profiler(ranges):
+    run(sharded_model())
+    names = [op.name for op in combined_1f1b.last_step().plan.ops]
+    opened = [name for name in ranges if name in set(names)]
+    assert opened == names
+
+
+@pytest.mark.world_size(1)
+def test_a_failure_inside_a_range_of_megatrons_own_keeps_its_exception(ranges, monkeypatch):
+    model = build(expert_model_parallel_size=EXPERT_SIZE)
+    set_flag(model, True)
+    monkeypatch.setattr(torch.nn.functional, "gelu", lambda *_a, **_k: (_ for _ in ()).throw(RuntimeError("as asked")))
+    layer = model.module.decoder.layers[0].mlp.experts.local_experts[0]
+    monkeypatch.setattr(layer, "activation_func", torch.nn.functional.gelu)
+    with pytest.raises(RuntimeError, match="as asked"):
+        run(model)
+    assert megatron_utils._nvtx_range_messages == []
