@@ -48,7 +48,8 @@ _MASKS = (torch.bool, torch.uint8)
 class Placement(enum.Enum):
     """The device that a call in progress names for its result."""
 
-    UNNAMED = enum.auto()
+    UNNAMED = enum.auto()  # C++ allocates where its arguments are
+    DEFAULT = enum.auto()  # Python's constructors without a device mean the host
     DEVICE = enum.auto()
     HOST = enum.auto()
 
@@ -191,9 +192,7 @@ class Recording(TorchDispatchMode):
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor], stream: Any
     ) -> Any:
-        name = func._schema.name
-        is_view = _is_view(func)
-        if is_view:
+        if _is_view(func):
             return func(*args, **kwargs)
         self.capture.require_valid(stream)
         if torch.Tag.nondeterministic_seeded in func.tags and id(self._generator.live) not in self._registered:
@@ -214,7 +213,7 @@ class Recording(TorchDispatchMode):
                 storage = target.untyped_storage()
                 self._born[storage._cdata] = target
                 self._tape.steps.append(StorageSize(storage, storage.nbytes()))
-        if name not in _EMPTY:
+        if func._schema.name not in _EMPTY:
             self._tape.steps.append(
                 Operation(function=func, arguments=recorded[0], keywords=recorded[1], targets=targets)
             )
@@ -238,7 +237,7 @@ class Recording(TorchDispatchMode):
         if self.placement is Placement.HOST:
             return False
         if not inputs:
-            return self.placement is Placement.DEVICE or func._schema.name.startswith("c10d::")
+            return self.placement is not Placement.DEFAULT
         return not all(self._is_host(tensor) for tensor in inputs)
 
     def _fresh(self, result: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -34,16 +34,16 @@ def redirected(device: Any) -> Any:
 
 def _placement(device: Any) -> Placement:
     """What a device argument means on a GPU machine. A torch.device of the CPU is a "CUDA" tensor's `device`, here."""
-    if device is None:
-        return Placement.UNNAMED
     return Placement.HOST if isinstance(device, str) and redirected(device) is device else Placement.DEVICE
 
 
-def _factory(state: StreamState, original: Callable[..., Any]) -> Callable[..., Any]:
+def _factory(
+    state: StreamState, original: Callable[..., Any], *, default: Placement = Placement.UNNAMED
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def factory(*args: Any, **kwargs: Any) -> Any:
-        placement = Placement.UNNAMED
-        if "device" in kwargs:
+        placement = default
+        if kwargs.get("device") is not None:
             placement = _placement(kwargs["device"])
             kwargs["device"] = redirected(kwargs["device"])
         # Page-locked memory needs a CUDA driver; pageable memory holds the same values.
@@ -166,10 +166,11 @@ def tensor_patches(state: StreamState) -> tuple[Patch, ...]:
         Patch(
             owner=torch,
             name=name,
-            value=_factory(state, getattr(torch, name)),
+            value=_factory(state, getattr(torch, name), default=default),
             reason="factory with an explicit device",
         )
-        for name in (*constructors, *_LIKE_FACTORIES)
+        for names, default in ((constructors, Placement.DEFAULT), (_LIKE_FACTORIES, Placement.UNNAMED))
+        for name in names
     ]
     methods = [
         Patch(

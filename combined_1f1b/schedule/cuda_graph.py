@@ -186,12 +186,15 @@ class _Iteration:
                     model.rebind_gradients()
 
     def _return_to_rest(self, gradients: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
+        """Free the sharded units again: while the capture lasted, its streams refused to wait."""
         for model in self._models:
             try:
-                driver = driver_of(model)
-            except ConfigError:
-                continue  # MFSDP's hooks drive it, and bring it to rest at its next forward
-            driver.abort()  # again: while the capture lasted, its streams refused to wait
+                driver_of(model).abort()
+            except ConfigError:  # MFSDP's hooks drive it
+                while not hasattr(model, "context"):
+                    model = model.module
+                for module in model.context.forward_order:
+                    module.rest()
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

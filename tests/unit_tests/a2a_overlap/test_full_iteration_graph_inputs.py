@@ -136,7 +136,7 @@ class TestChunks:
 
     def test_a_buffer_for_several_micro_batches_would_be_noticed(self, monkeypatch):
         """Mutation: a buffer is filled again before the graph has read it."""
-        shared = torch.zeros(1)
+        shared = torch.zeros(1, device="cuda")
         monkeypatch.setattr(static_batches, "_allocate", lambda value: shared)
         assert self.losses_of_a_loader_with_one_buffer() == [4.0, 8.0, 12.0]
 

@@ -134,6 +134,34 @@ class TestTensors:
         assert product.dtype == torch.bfloat16
         assert torch.equal(product, expected)
 
+    def test_memory_that_an_operator_allocates_by_itself_is_fresh_at_every_replay(self):
+        """The backward of topk fills zeros, made in C++, where the values came from."""
+        scores = torch.tensor([3.0, 1.0, 2.0], requires_grad=True)
+
+        def function():
+            (gradient,) = torch.autograd.grad(scores.topk(1).values.sum(), scores)
+            return gradient
+
+        graph, gradient = capture(function)
+        for largest in (0, 1, 2):
+            with torch.no_grad():
+                scores.zero_()[largest] = 5
+            graph.replay()
+            assert gradient.tolist() == [float(index == largest) for index in range(3)]
+
+    def test_what_is_made_without_a_device_is_not_in_the_graph(self):
+        def function():
+            named, unnamed = torch.zeros(1, device="cuda"), torch.zeros(1)
+            with torch.device("cuda"):
+                default = torch.zeros(1)
+            return named, default, torch.zeros(1, device=named.device), unnamed, torch.zeros(1, device="cpu")
+
+        graph, results = capture(function)
+        for result in results:
+            result.fill_(7)
+        graph.replay()
+        assert [result.item() for result in results] == [0.0, 0.0, 0.0, 7.0, 7.0]
+
     def test_gradients_and_recomputation(self):
         weight, source = torch.full((2,), 3.0, requires_grad=True), torch.ones(2)
 
