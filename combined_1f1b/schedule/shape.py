@@ -16,8 +16,10 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from combined_1f1b.errors import ConfigError, PlanError
-from combined_1f1b.schedule.chunks import Chunk, Stage, chunks_of
+from combined_1f1b.schedule.chunks import DENSE_PARTS, MOE_PARTS, MTP_PARTS, Chunk, Stage, chunks_of
 from combined_1f1b.schedule.pipeline_order import check_pipeline
+
+__all__ = ["DENSE_PARTS", "MOE_PARTS", "MTP_PARTS", "WEIGHT_PARTS", "PlanShape", "Stage"]
 
 WEIGHT_PARTS = ("attention", "experts", "mlp")
 """Parts whose weight gradients are an op of their own when they are delayed."""
