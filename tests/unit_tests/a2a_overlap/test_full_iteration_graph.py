@@ -230,7 +230,7 @@ class Scaler:
     """What Megatron's optimizers offer as `config.grad_scale_func`."""
 
     def __init__(self) -> None:
-        self.scale = torch.ones(1)
+        self.scale = torch.ones(1, device="cuda")
 
     def get_loss_scale(self) -> torch.Tensor:
         return self.scale
@@ -239,39 +239,46 @@ class Scaler:
         return self.scale * loss
 
 
+def _embedding(trainer: Trainer) -> torch.nn.Parameter:
+    weight: torch.nn.Parameter = trainer.model.module.embedding.word_embeddings.weight
+    return weight
+
+
+# What happens after the capture: a change, arguments of the next call, and what the refusal names.
+CHANGES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "frozen": (
+        lambda trainer, scaler: _embedding(trainer).requires_grad_(False),
+        {},
+        r"embeddings\.weight\.requires_grad",
+    ),
+    "moved": (
+        lambda trainer, scaler: setattr(_embedding(trainer), "data", _embedding(trainer).data.clone()),
+        {},
+        r"the memory of model\[0\].*word_embeddings",
+    ),
+    "mode": (lambda trainer, scaler: trainer.model.eval(), {}, r"model\[0\]\.training=False"),
+    "flag": (
+        lambda trainer, scaler: setattr(trainer.config, "overlap_moe_expert_parallel_comm", False),
+        {},
+        "overlap_moe_expert_parallel_comm=False",
+    ),
+    "scale": (lambda trainer, scaler: setattr(scaler, "scale", torch.ones(1, device="cuda")), {}, "grad_scale_func"),
+    "count": (lambda trainer, scaler: None, {"num_microbatches": 1}, "num_microbatches=1"),
+    "function": (lambda trainer, scaler: None, {"step": partial(forward_step)}, "forward_step_func"),
+    "iterator": (lambda trainer, scaler: None, {"data_iterator": None}, "data_iterator"),
+}
+
+
 @pytest.mark.world_size(1)
-@pytest.mark.parametrize("name", ["frozen", "replaced", "mode", "flag", "count", "function", "scale", "iterator"])
+@pytest.mark.parametrize("name", CHANGES)
 def test_a_change_that_a_replay_would_ignore_is_refused(name):
-    trainer = Trainer(kind="plain", captured=True)
-    scaler = Scaler()
+    change, arguments, message = CHANGES[name]
+    trainer, scaler = Trainer(kind="plain", captured=True), Scaler()
     trainer.config.grad_scale_func = scaler.scale_loss
     trainer.run(), trainer.run()
-    module = trainer.model.module
-    changes: dict[str, Any] = {}
-    if name == "frozen":
-        module.embedding.word_embeddings.weight.requires_grad_(False)
-        expected = r"embedding\.word_embeddings\.weight\.requires_grad=False"
-    elif name == "replaced":
-        weight = module.embedding.word_embeddings.weight
-        weight.data = weight.data.clone()
-        expected = r"the memory of model\[0\].*embedding\.word_embeddings"
-    elif name == "mode":
-        trainer.model.eval()
-        expected = r"model\[0\]\.training=False"
-    elif name == "flag":
-        trainer.config.overlap_moe_expert_parallel_comm = False
-        expected = "overlap_moe_expert_parallel_comm=False"
-    elif name == "count":
-        changes, expected = {"num_microbatches": 1}, "num_microbatches=1"
-    elif name == "function":
-        changes, expected = {"step": partial(forward_step)}, "forward_step_func"
-    elif name == "scale":
-        scaler.scale = torch.ones(1)
-        expected = "grad_scale_func"
-    else:
-        changes, expected = {"data_iterator": None}, "data_iterator"
-    with pytest.raises(ConfigError, match=rf"(?s){expected}.*reset"):
-        trainer.run(**changes)
+    change(trainer, scaler)
+    with pytest.raises(ConfigError, match=rf"(?s){message}.*reset"):
+        trainer.run(**arguments)
 
 
 def dynamic_scaler() -> Any:
