@@ -114,10 +114,9 @@ def check_unchanged(now: dict[str, Any], then: dict[str, Any]) -> None:
     Raises:
         ConfigError: the first name that has another value than when the graph was begun.
     """
+    if now == then:
+        return
     for name in sorted(now.keys() | then.keys()):
-        if name not in now or name not in then:
-            before, after = then.get(name, "not there"), now.get(name, "not there")
-        else:
-            before, after = then[name], now[name]
+        before, after = then.get(name, "not there"), now.get(name, "not there")
         if before is not after and before != after:
             raise ConfigError.of(name, after, f"the graph was built with {before!r}", "call reset() first")
