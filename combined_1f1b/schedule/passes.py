@@ -14,9 +14,10 @@ def add_sharding(shape: PlanShape, ops: tuple[Op, ...]) -> tuple[Op, ...]:
     """Insert GATHER, FREE and REDUCE.
 
     A unit is gathered one layer ahead: when its flow enters the last layer before the stage that uses it, or, for a
-    flow that has entered no layer yet, when any flow enters one. It is freed after the last use in that stage. Where no
-    layer computes between the FREE and the next GATHER, the unit stays gathered instead; so it does while another flow
-    still uses it. REDUCE comes after the last gradient of a micro-batch and before the FREE.
+    flow that has entered no layer yet, when any flow enters one. So a model chunk's first units are gathered during
+    whatever the plan runs before it. A unit is freed after the last use in that stage. Where no layer computes between
+    the FREE and the next GATHER, the unit stays gathered instead; so it does while another flow still uses it. REDUCE
+    comes after the last gradient of a micro-batch and before the FREE.
     """
     if not shape.gathered_units:
         return ops

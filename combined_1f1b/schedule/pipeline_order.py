@@ -1,7 +1,7 @@
 """Pipelines: which micro-batch each rank runs when, and what it sends and receives in between.
 
-A rank's iteration is a row of slots. A slot runs a forward, a forward paired with a backward, or a backward; each is
-one micro-batch through one model chunk:
+A rank's iteration is a row of slots. A slot runs a forward, a backward, or a pair of them; each is one micro-batch
+through one model chunk:
 
     warm-up  F F ... F     steady state  (F,B) (F,B) ... (F,B)     cool-down  B B ... B
 
@@ -27,14 +27,21 @@ right, to the last rank, which can only point to the left: somewhere two neighbo
 and the same transfer. With chunks the ranks form a ring, and transfers that stand together must be issued as a group,
 as Megatron does.
 
-Two forwards or two backwards are never paired here. The first forward's way through all stages and the last backward's
-way back decide the length of the iteration, and a pair takes longer than one flow alone: twice the larger of compute
-and traffic, against their sum. Every other forward and backward outside the steady state has time to spare.
+Head and tail. With `pair_head_and_tail` every rank runs the first two forwards together and the last two backwards, and
+one more warm-up forward. The first forward's way through all stages and the last backward's way back decide the length
+of an iteration, and a pair takes longer than one flow alone: for a forward of compute f and traffic c, 2 max(f, c)
+against f + c. So, for c up to f and a backward of compute b, it pays where c is longer than
+
+    (pp - 1) / (2 pp) * (f + b)
+
+With b = 2 f that is always so with pp = 1, from c = 3/4 f with pp = 2, and never with more ranks. No other pairs
+outside the steady state do better while c is shorter than f: the other forwards and backwards there have time to spare.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from combined_1f1b.errors import ConfigError
@@ -55,27 +62,26 @@ class Call(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """What runs together."""
+    """What runs together: one call, a forward and a backward, or with head and tail paired two of a kind."""
 
-    forward: Call | None
-    backward: Call | None
+    forwards: tuple[Call, ...]
+    backwards: tuple[Call, ...]
 
 
 def warmup_forwards(shape: PlanShape) -> int:
-    """Return how many forwards a rank runs before its first pair."""
+    """Return how many forwards a rank runs before its first pair of a forward and a backward."""
     behind = shape.pp - 1 - shape.rank
     wanted = 2 * behind + (shape.vpp - 1) * shape.microbatch_group_size_per_vp_stage + 1
-    return min(wanted, shape.num_microbatches * shape.vpp)
+    return min(wanted + shape.pair_head_and_tail, shape.num_microbatches * shape.vpp)
 
 
 def peak_live_forwards(shape: PlanShape) -> int:
     """Return the most (micro-batch, chunk) whose activations a rank holds at one time, whole or in part.
 
     min(n * vpp, 2 * (pp - 1 - rank) + (vpp - 1) * group + 2) for n micro-batches, with both schedules: those of the
-    warm-up, and during a pair its forward. Head and tail pairing, with pp = 1 only, hold one more.
+    warm-up, and during a pair its forward. Head and tail pairing holds one more.
     """
-    paired = shape.pair_head_and_tail and shape.num_microbatches > 2
-    return min(warmup_forwards(shape) + 1 + paired, shape.num_microbatches * shape.vpp)
+    return min(warmup_forwards(shape) + 1, shape.num_microbatches * shape.vpp)
 
 
 def calls(shape: PlanShape) -> tuple[list[Call], list[Call]]:
@@ -94,46 +100,50 @@ def calls(shape: PlanShape) -> tuple[list[Call], list[Call]]:
 
 
 def slots(shape: PlanShape) -> list[Slot]:
-    """Return the rank's slots in order; with pp=1 those of a plan without head and tail pairing."""
-    return pair_up(*calls(shape), warmup_forwards(shape))
+    """Return the rank's slots in order."""
+    row = pair_up(*calls(shape), warmup_forwards(shape))
+    if shape.pair_head_and_tail and shape.num_microbatches > 1:
+        row[-2:] = [Slot((), row[-2].backwards + row[-1].backwards)]
+        if shape.interleave_head:
+            row[:2] = [Slot(row[0].forwards + row[1].forwards, ())]
+    return row
 
 
 def pair_up(forwards: Sequence[Call], backwards: Sequence[Call], warmup: int) -> list[Slot]:
     """Return `warmup` forwards, then pairs, then the backwards that are left."""
     steady = len(forwards) - warmup
     return [
-        *(Slot(call, None) for call in forwards[:warmup]),
-        *(Slot(forward, backward) for forward, backward in zip(forwards[warmup:], backwards[:steady], strict=True)),
-        *(Slot(None, call) for call in backwards[steady:]),
+        *(Slot((call,), ()) for call in forwards[:warmup]),
+        *(
+            Slot((forward,), (backward,))
+            for forward, backward in zip(forwards[warmup:], backwards[:steady], strict=True)
+        ),
+        *(Slot((), (call,)) for call in backwards[steady:]),
     ]
 
 
-class Arrivals(NamedTuple):
-    """What a rank receives, and when: entry 0 before its first call of the kind, entry k + 1 after call k."""
+def arrivals(shape: PlanShape, row: Sequence[Slot]) -> list[Slot]:
+    """Return what a rank receives: first what before its first slot, then what after each slot.
 
-    forwards: list[Call | None]
-    backwards: list[Call | None]
-
-
-def arrivals(shape: PlanShape) -> Arrivals:
-    """Return what a rank receives. A tensor arrives one call before the call that takes it.
-
-    The first pipeline stage of a row of chunks gets its tensors from the last rank, which is pp - 1 calls behind, as
-    soon as they are there, and keeps them until it takes them.
+    That is what the next slot takes. Only the two ends of a ring of chunks, rank 0 for forwards and the last rank for
+    backwards, take over what their neighbour, pp - 1 calls behind, has just sent, and keep it until they need it.
     """
-    forwards, backwards = calls(shape)
     behind = shape.pp - 1
+    forwards, backwards = calls(shape)
 
-    def received(order: Sequence[Call], leads: bool, step: int) -> list[Call | None]:
-        if not leads:
-            return [*order, None]
-        arriving: list[Call | None] = [None] * (behind + 1)
-        for call in order[: len(order) - behind]:
-            chunk = call.chunk + step
-            arriving.append(call._replace(chunk=chunk) if 0 <= chunk < shape.vpp else None)
-        return arriving
+    def from_ring(order: Sequence[Call], slot: tuple[Call, ...], step: int) -> tuple[Call, ...]:
+        sent = [order[call.turn - behind] for call in slot if call.turn >= behind]
+        arriving = [call._replace(chunk=call.chunk + step) for call in sent]
+        return tuple(call for call in arriving if 0 <= call.chunk < shape.vpp)
 
-    return Arrivals(received(forwards, shape.rank == 0, 1), received(backwards, shape.rank == behind, -1))
+    none = Slot((), ())
+    return [
+        Slot(
+            following.forwards if shape.rank > 0 else from_ring(forwards, slot.forwards, 1),
+            following.backwards if shape.rank < behind else from_ring(backwards, slot.backwards, -1),
+        )
+        for slot, following in pairwise([none, *row, none])
+    ]
 
 
 def check_pipeline(shape: PlanShape) -> None:
@@ -150,9 +160,9 @@ def check_pipeline(shape: PlanShape) -> None:
         raise ConfigError.of("rank", shape.rank, f"there are {pp} pipeline ranks", f"use 0 to {pp - 1}")
     if vpp > 1 and pp == 1:
         raise ConfigError.of("vpp", vpp, "one rank needs no chunks", "use pp of at least 2, or use vpp=1")
-    if pp > 1 and shape.pair_head_and_tail:
-        reason = "the way of the first forward and of the last backward through all stages would take longer"
-        raise ConfigError.of("pair_head_and_tail", True, reason, "use pair_head_and_tail=False with pp > 1")
+    if vpp > 1 and shape.pair_head_and_tail:
+        reason = "Megatron's interleaved driver asks for one forward or backward after the other"
+        raise ConfigError.of("pair_head_and_tail", True, reason, "use pair_head_and_tail=False with vpp > 1")
     _check_layers(shape)
     if vpp > 1:
         _check_groups(pp, count, shape.microbatch_group_size_per_vp_stage)

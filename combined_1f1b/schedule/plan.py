@@ -188,12 +188,11 @@ class Plan:
         Megatron's interleaved driver asks for one after the other. What belongs to no flow, such as a GATHER for the
         next slot, is in the fragment of the op before it.
         """
-        assert not self.shape.pair_head_and_tail, "fragments are those of pipeline slots"
         row = slots(self.shape)
         number_of: dict[tuple[bool, int | None, int], int] = {}
         for number, slot in enumerate(row):
-            for forward, call in ((True, slot.forward), (False, slot.backward)):
-                if call is not None:
+            for forward, flows in ((True, slot.forwards), (False, slot.backwards)):
+                for call in flows:
                     number_of[forward, call.microbatch, call.chunk] = number
         chunk_of = self.shape.chunk_of
         starts: dict[int, int] = {0: 0}
@@ -209,10 +208,10 @@ _FORWARD_KINDS = (Kind.FORWARD, Kind.SEND_FORWARD)
 
 
 class Fragment(NamedTuple):
-    """One slot of a plan: the forward and the backward that it runs, and its ops, `plan.ops[start:end]`."""
+    """One slot of a plan: the forwards and backwards that it runs, and its ops, `plan.ops[start:end]`."""
 
-    forward: Call | None
-    backward: Call | None
+    forwards: tuple[Call, ...]
+    backwards: tuple[Call, ...]
     start: int
     end: int
 

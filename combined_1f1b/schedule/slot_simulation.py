@@ -13,14 +13,20 @@ from combined_1f1b.schedule.pipeline_order import Slot
 
 
 def slot_makespan(
-    rows: Sequence[Sequence[Slot]], *, vpp: int = 1, forward: float = 1.0, backward: float = 2.0
+    rows: Sequence[Sequence[Slot]],
+    *,
+    vpp: int = 1,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    traffic: float = 0.0,
 ) -> float:
     """Return the time of an iteration.
 
     Args:
         rows: every rank's slots.
         vpp: model chunks of each rank.
-        forward, backward: time of one micro-batch through one chunk; a pair takes the sum.
+        forward, backward: compute of one micro-batch through one chunk.
+        traffic: all-to-alls of one direction. Alone, a flow takes the sum of both; two together hide one another's.
     """
     pp = len(rows)
     last = pp * vpp - 1
@@ -32,20 +38,13 @@ def slot_makespan(
     while waiting:
         rank = waiting.popleft()
         slot = rows[rank][at[rank]]
-        flows = [
-            (kind, call.microbatch, call.chunk * pp + rank)
-            for kind, call in zip((True, False), slot, strict=True)
-            if call
-        ]
-        needed = []
-        for is_forward, microbatch, stage in flows:
-            if is_forward and stage > 0:
-                needed.append((True, microbatch, stage - 1))
-            if not is_forward:
-                needed.append((False, microbatch, stage + 1) if stage < last else (True, microbatch, stage))
+        flows = [(True, call.microbatch, call.chunk * pp + rank) for call in slot.forwards]
+        flows += [(False, call.microbatch, call.chunk * pp + rank) for call in slot.backwards]
+        needed = [flow for flow in (_needed(*flow, last) for flow in flows) if flow]
         if all(flow in done for flow in needed):
-            start = max([free[rank], *(done[flow] for flow in needed)])
-            free[rank] = start + sum(forward if kind else backward for kind, _, _ in flows)
+            compute = forward * len(slot.forwards) + backward * len(slot.backwards)
+            takes = compute + traffic if len(flows) == 1 else max(compute, 2 * traffic)
+            free[rank] = max([free[rank], *(done[flow] for flow in needed)]) + takes
             done |= dict.fromkeys(flows, free[rank])
             at[rank] += 1
             idle = 0
@@ -55,3 +54,10 @@ def slot_makespan(
         if at[rank] < len(rows[rank]):
             waiting.append(rank)
     return max(free)
+
+
+def _needed(forward: bool, microbatch: int, stage: int, last: int) -> tuple[bool, int, int] | None:
+    """What a flow takes: the forward of the stage before, the backward of the stage after, or its own forward."""
+    if forward:
+        return (True, microbatch, stage - 1) if stage else None
+    return (False, microbatch, stage + 1) if stage < last else (True, microbatch, stage)

@@ -82,7 +82,7 @@ def plan_arguments(config: RunConfig) -> dict[str, Any]:
         "num_mtp_layers": config.model.get("mtp_num_layers") or 0,
         "tied_embeddings": config.gpt.share_embeddings_and_output_weights,
         "sharded": config.distributed.data_parallel == "mfsdp_v2",
-        "pair_head_and_tail": pp == 1 and bool(config.overlap.get("pair_head_and_tail", False)),
+        "pair_head_and_tail": pipeline["vpp"] == 1 and bool(config.overlap.get("pair_head_and_tail", False)),
         "delay_wgrad": bool(config.model.get("delay_wgrad_compute", False)),
         "early_attention_release": bool(config.model.get("ep_overlap_early_attn_memory_release", False)),
     }
@@ -192,6 +192,11 @@ def show_simulation(flags: argparse.Namespace) -> int:
         results = simulate_ranks(plans)
         _print_columns([f"rank {plan.shape.rank}" for plan in plans], results, width=14)
         _print_pipeline_notes(plans, results)
+        if plans[0].shape.vpp == 1:
+            flag = "pair_head_and_tail"
+            times = [_time_of_all_ranks(arguments | {flag: paired}) for paired in (False, True)]
+            chosen = "on" if arguments.get(flag) else "off"
+            print(f"the iteration takes {times[0]:.1f} without {flag} and {times[1]:.1f} with it; here it is {chosen}")
         return 0
     chosen = arguments.pop("pair_head_and_tail", False)
     plans = [_plans_of_all_ranks(arguments | {"pair_head_and_tail": paired})[0] for paired in (False, True)]
@@ -202,6 +207,12 @@ def show_simulation(flags: argparse.Namespace) -> int:
         print("pair_head_and_tail is off: the left-hand column is this run's; pairing keeps one more micro-batch")
         print("of activations alive and hides the first forward and the last backward too")
     return 0
+
+
+def _time_of_all_ranks(arguments: Mapping[str, Any]) -> float:
+    from combined_1f1b.schedule import simulate_ranks
+
+    return max(result.makespan for result in simulate_ranks(_plans_of_all_ranks(arguments)))
 
 
 def _print_columns(names: Sequence[str], results: Sequence[Simulation], width: int) -> None:
@@ -219,8 +230,9 @@ def _print_pipeline_notes(plans: Sequence[Plan], results: Sequence[Simulation]) 
     if shape.vpp > 1:
         print("micro-batches alive count once for every chunk that holds them")
         return
-    print(f"rank 0 holds up to {2 * shape.pp - 1} whole micro-batches and one in part; without pairs it would hold")
-    print(f"{shape.pp}. A pair's forward and backward end together, and with fewer the ranks would wait for each other")
+    most = min(2 * shape.pp - 1 + shape.pair_head_and_tail, shape.num_microbatches)
+    print(f"rank 0 holds up to {most} whole micro-batches and one in part; without pairs it would hold {shape.pp}.")
+    print("A pair's forward and backward end together: with fewer under way the ranks would wait for each other")
 
 
 def _share(result: Simulation) -> str:

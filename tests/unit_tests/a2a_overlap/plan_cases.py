@@ -82,7 +82,9 @@ def pipelines(draw: st.DrawFn) -> list[Plan]:
         "pp": pp,
         "vpp": vpp,
     }
-    for flag in ("sharded", "delay_wgrad", "early_attention_release", "tied_embeddings", "has_final_norm"):
+    flags = ["sharded", "delay_wgrad", "early_attention_release", "tied_embeddings", "has_final_norm"]
+    flags += ["combine_parameters", "interleave_head"]
+    for flag in flags if vpp > 1 else [*flags, "pair_head_and_tail"]:
         arguments[flag] = draw(st.booleans())
     return ranks(**arguments)
 

@@ -14,22 +14,23 @@ from combined_1f1b.errors import ConfigError, PlanError
 from combined_1f1b.schedule import Op, Plan, PlanShape, build_plan, validate_ranks
 from combined_1f1b.schedule.ops import FLOW_KINDS, NODE_KINDS, TRANSFER_KINDS, Kind, Lane
 from combined_1f1b.schedule.pipeline_order import Call, peak_live_forwards, slots, warmup_forwards
+from combined_1f1b.schedule.plan import Pairs
 from combined_1f1b.schedule.simulate import peak_microbatches
 
 pytestmark = pytest.mark.world_size(1)
 
 
 def flows(plan: Plan) -> str:
-    """The plan's transfers and, for all nodes of a flow, its letter and micro-batch; what is paired in brackets."""
+    """The plan's transfers and, for all nodes of a flow, its letter and micro-batch, with | between paired ones."""
     words: list[str] = []
-    for number, (forward, backward, start, end) in enumerate(plan.fragments):
+    for forwards, backwards, start, end in plan.fragments:
         ops = plan.ops[start:end]
-        before = [op.name for op in ops if op.kind in TRANSFER_KINDS and number == 0 and not words and op is ops[0]]
-        words += before
-        names = [f"F{forward.microbatch}"] if forward else []
-        names += [f"B{backward.microbatch}"] if backward else []
-        words.append("|".join(names))
-        words += [op.name for op in ops[len(before) :] if op.kind in TRANSFER_KINDS]
+        first = next(index for index, op in enumerate(ops) if op.kind in FLOW_KINDS)
+        words += [op.name for op in ops[:first]]
+        words.append(
+            "|".join([f"F{call.microbatch}" for call in forwards] + [f"B{call.microbatch}" for call in backwards])
+        )
+        words += [op.name for op in ops[first:] if op.kind in TRANSFER_KINDS]
     return " ".join(words)
 
 
@@ -49,10 +50,25 @@ def test_two_ranks():
     ]
 
 
+def test_two_ranks_with_head_and_tail_paired():
+    first, last = ranks(num_layers=2, num_microbatches=5, pair_head_and_tail=True, pp=2)
+    assert flows(first).split() == [
+        *("F0|F1", "SEND_F0", "SEND_F1", "F2", "SEND_F2", "F3", "SEND_F3", "RECV_B0", "F4|B0", "SEND_F4", "RECV_B1"),
+        *("B1", "RECV_B2", "B2", "RECV_B3", "RECV_B4", "B3|B4"),
+    ]
+    assert flows(last).split() == [
+        *("RECV_F0", "RECV_F1", "F0|F1", "RECV_F2"),
+        *("F2|B0", "RECV_F3", "SEND_B0", "F3|B1", "RECV_F4", "SEND_B1", "F4|B2", "SEND_B2"),
+        *("B3|B4", "SEND_B3", "SEND_B4"),
+    ]
+    assert first.pairs == Pairs(forward_backward_pairs=1, head_pairs=1, tail_pairs=1)
+    assert last.pairs == Pairs(forward_backward_pairs=3, head_pairs=1, tail_pairs=1)
+
+
 def test_a_pair_of_the_middle_rank():
     plan = ranks(num_layers=3, num_microbatches=8, pp=3, delay_wgrad=True)[1]
     fragment = plan.fragments[3]
-    assert (fragment.forward, fragment.backward) == (Call(3, 3, 0), Call(0, 0, 0))
+    assert fragment[:2] == ((Call(3, 3, 0),), (Call(0, 0, 0),))
     assert [op.line.split(None, 1) for op in plan.ops[fragment.start : fragment.end]] == [
         ["BEGIN_BACKWARD.0", "compute"],
         ["B0.L1.combine", "comm     after RECV_B0, BEGIN_BACKWARD.0"],
@@ -132,12 +148,12 @@ def test_fragments_are_the_slots_and_the_whole_plan(plans):
     for plan in plans:
         ops = []
         chunk_of = plan.shape.chunk_of
-        for (forward, backward, start, end), slot in zip(plan.fragments, slots(plan.shape), strict=True):
-            assert (forward, backward) == slot
+        for (forwards, backwards, start, end), slot in zip(plan.fragments, slots(plan.shape), strict=True):
+            assert (forwards, backwards) == slot
             for op in plan.ops[start:end]:
                 if op.kind in FLOW_KINDS:
-                    call = forward if op.kind in (Kind.FORWARD, Kind.SEND_FORWARD) else backward
-                    assert (op.microbatch, chunk_of[op.stage]) == call[1:]
+                    calls = forwards if op.kind in (Kind.FORWARD, Kind.SEND_FORWARD) else backwards
+                    assert (op.microbatch, chunk_of[op.stage]) in [call[1:] for call in calls]
             ops += plan.ops[start:end]
         assert tuple(ops) == plan.ops
 
@@ -163,14 +179,15 @@ def test_gathers_come_one_layer_ahead_whatever_chunk_is_next(vpp):
 
 
 @pytest.mark.parametrize("pp", range(1, 17))
-def test_any_number_of_ranks_and_micro_batches(pp):
+@pytest.mark.parametrize("paired", [False, True])
+def test_any_number_of_ranks_and_micro_batches(pp, paired):
     for count in sorted({1, 2, 3, pp - 1, pp, pp + 1, 2 * pp - 1, 2 * pp, 2 * pp + 3, 4 * pp + 1} - {0}):
-        plans = ranks(num_layers=pp, num_microbatches=count, moe_layers=(), pp=pp)
+        plans = ranks(num_layers=pp, num_microbatches=count, moe_layers=(), pair_head_and_tail=paired, pp=pp)
         validate_ranks(plans)
         for plan in plans:
             rank = plan.shape.rank
-            assert warmup_forwards(plan.shape) == min(count, 2 * (pp - 1 - rank) + 1)
-            assert peak_microbatches(plan) == min(count, 2 * (pp - 1 - rank) + 2)
+            assert warmup_forwards(plan.shape) == min(count, 2 * (pp - 1 - rank) + 1 + paired)
+            assert peak_microbatches(plan) == min(count, 2 * (pp - 1 - rank) + 2 + paired)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +242,7 @@ GOOD = {"num_layers": 4, "num_microbatches": 4, "pp": 2}
         ({"num_layers": 2, "vpp": 2}, "vpp"),
         ({"rank": 2}, "rank"),
         ({"rank": -1}, "rank"),
-        ({"pair_head_and_tail": True}, "pair_head_and_tail"),
+        ({"vpp": 2, "pair_head_and_tail": True}, "pair_head_and_tail"),
         ({"layer_counts": (1, 2)}, "layer_counts"),
         ({"layer_counts": (1, 2, 1)}, "layer_counts"),
         ({"layer_counts": (5, -1)}, "layer_counts"),

@@ -150,7 +150,7 @@ def planned(plan: Plan) -> list[Any]:
     counts = dict.fromkeys(RECEIVE_KINDS, 0)
     chunk_of = plan.shape.chunk_of
     log: list[Any] = []
-    for forward, backward, start, end in plan.fragments:
+    for forwards, backwards, start, end in plan.fragments:
         transfers = [op for op in plan.ops[start:end] if op.kind in TRANSFER_KINDS]
         for op in transfers:
             if op.kind in RECEIVE_KINDS:
@@ -159,8 +159,8 @@ def planned(plan: Plan) -> list[Any]:
         if start == 0 and transfers and transfers[0].kind is Kind.RECEIVE_FORWARD and plan.shape.rank > 0:
             log.append(transfers.pop(0).kind)  # before the first call
         call = []
-        for kind, flow in ((Kind.RECEIVE_FORWARD, forward), (Kind.RECEIVE_BACKWARD, backward)):
-            call.append(flow and (*flow[1:], arrived.get((kind, *flow[1:]))))
+        for kind, flows in ((Kind.RECEIVE_FORWARD, forwards), (Kind.RECEIVE_BACKWARD, backwards)):
+            call.append((*flows[0][1:], arrived.get((kind, *flows[0][1:]))) if flows else None)
         log += [tuple(call), *(op.kind for op in transfers)]
     return log
 

@@ -54,7 +54,7 @@ def test_simulate_shows_every_rank(capsys):
         (["plan", "--layers", "2", "--pp", "2", "--vpp", "2"], ["vpp=2"]),
         (["simulate", *WORDS, "--microbatches", "5"], ["num_microbatches=5", "use 4 or 6"]),
         (["plan", *WORDS, "--rank", "2"], ["--rank=2", "use 0 to 1"]),
-        (["plan", *WORDS, "--pair-head-and-tail"], ["pair_head_and_tail=True"]),
+        (["plan", *WORDS, "--pair-head-and-tail"], ["pair_head_and_tail=True", "vpp"]),
     ],
 )
 def test_a_mistake_is_one_line(capsys, words, parts):

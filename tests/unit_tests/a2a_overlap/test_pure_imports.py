@@ -14,7 +14,7 @@ pytestmark = pytest.mark.world_size(1)
 PURE = (
     *("ops", "shape", "order", "excerpt", "dependencies"),
     *("passes", "plan", "validate", "simulate", "render"),
-    *("chunks", "pipeline_order", "transfers", "ranks", "slot_simulation"),
+    *("chunks", "tables", "pipeline_order", "transfers", "ranks", "slot_simulation"),
 )
 
 PROGRAM = """

@@ -163,21 +163,13 @@ def test_spans_obey_the_plan(plan):
 
 def plain_slots(shape: PlanShape) -> list[Slot]:
     """Megatron's 1F1B without pairs: pp - 1 - rank forwards, then one forward and one backward in turn."""
-    forwards, backwards = calls(shape)
     warmup = min(shape.pp - 1 - shape.rank, shape.num_microbatches)
-    return [
-        *(Slot(call, None) for call in forwards[:warmup]),
-        *(
-            slot
-            for pair in zip(forwards[warmup:], backwards, strict=False)
-            for slot in (Slot(pair[0], None), Slot(None, pair[1]))
-        ),
-        *(Slot(None, call) for call in backwards[len(forwards) - warmup :]),
-    ]
+    row = pair_up(*calls(shape), warmup)
+    return [part for slot in row for part in (Slot(slot.forwards, ()), Slot((), slot.backwards)) if any(part)]
 
 
-def shapes(pp: int, num_microbatches: int) -> list[PlanShape]:
-    return [PlanShape(num_layers=pp, num_microbatches=num_microbatches, pp=pp, rank=rank) for rank in range(pp)]
+def shapes(pp: int, num_microbatches: int, **more) -> list[PlanShape]:
+    return [PlanShape(num_layers=pp, num_microbatches=num_microbatches, pp=pp, rank=rank, **more) for rank in range(pp)]
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 8, 16])
@@ -200,6 +192,20 @@ def test_one_warm_up_forward_less_on_any_rank_costs_time(pp):
     for rank in range(pp - 1):
         rows = [pair_up(*calls(shape), 2 * (pp - 1 - shape.rank) + 1 - (shape.rank == rank)) for shape in every]
         assert slot_makespan(rows) > best
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4, 8])
+def test_when_pairing_head_and_tail_pays(pp):
+    """From a traffic of (pp - 1) / (2 pp) of a pair's compute, as long as a forward is bound by compute."""
+    forward, backward, count = 1.0, 2.0, 4 * pp
+    border = (pp - 1) / (2 * pp) * (forward + backward)
+    for traffic in (0.0, 0.4, 0.7, 0.8, 1.0):
+        plain, paired = (
+            slot_makespan([slots(shape) for shape in shapes(pp, count, pair_head_and_tail=flag)], traffic=traffic)
+            for flag in (False, True)
+        )
+        assert plain - paired == pytest.approx(2 * pp * (traffic - border))
+        assert (paired < plain) == (traffic > border)
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
