@@ -60,10 +60,20 @@ _REFUSALS = (
         "use moe_token_dispatcher_type='alltoall' (or 'flex')",
     ),
     _Refusal(
-        "pipeline_model_parallel_size",
-        lambda config: config.pipeline_model_parallel_size > 1 and config.virtual_pipeline_model_parallel_size is None,
-        "pipelines without virtual stages are not scheduled yet",
-        "set virtual_pipeline_model_parallel_size, or use pipeline_model_parallel_size=1",
+        "variable_seq_lengths",
+        lambda config: (
+            config.pipeline_model_parallel_size > 1
+            and config.virtual_pipeline_model_parallel_size is None
+            and config.variable_seq_lengths
+        ),
+        "a stage starts to receive before the sender could tell the shape",
+        "pad to one length, or set virtual_pipeline_model_parallel_size",
+    ),
+    _Refusal(
+        "num_microbatches_with_partial_activation_checkpoints",
+        lambda config: config.num_microbatches_with_partial_activation_checkpoints is not None,
+        "it checkpoints whole layers",
+        "use None",
     ),
     _Refusal(
         "recompute_granularity",

@@ -37,17 +37,6 @@ def innermost(model: nn.Module) -> nn.Module:
     return model
 
 
-def layer_index(layer: nn.Module, position: int) -> int:
-    """The number that a plan gives a decoder layer: its position in the chunk, while a rank holds one chunk.
-
-    Args:
-        layer: the decoder layer; its own ``layer_number`` will decide once several chunks share a plan.
-        position: its place in the chunk's list of layers, from 0.
-    """
-    del layer
-    return position
-
-
 def experts_of(layer: nn.Module) -> nn.Module | None:
     """The module of a layer's routed experts, or None for a dense layer."""
     experts = getattr(getattr(layer, "mlp", None), "experts", None)
@@ -113,8 +102,8 @@ def _schedule_units(model: nn.Module) -> Iterator[UnitModule]:
         )
     if isinstance(getattr(model, "embedding", None), nn.Module):
         yield UnitModule("embedding", model.embedding, is_expert=False)
-    for position, layer in enumerate(layers):
-        yield from _layer_units(f"L{layer_index(layer, position)}", layer)
+    for layer in layers:
+        yield from _layer_units(f"L{layer.layer_number - 1}", layer)  # Megatron counts from 1, through all stages
     if isinstance(model.decoder.final_layernorm, nn.Module):
         yield UnitModule("final_norm", model.decoder.final_layernorm, is_expert=False)
     if isinstance(getattr(model, "mtp", None), nn.Module):

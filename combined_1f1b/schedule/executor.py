@@ -49,12 +49,12 @@ _OTHER_LANE = {Lane.COMPUTE: Lane.COMM, Lane.COMM: Lane.COMPUTE}
 @lru_cache(maxsize=64)
 def compile_plan(plan: Plan) -> tuple[Issue, ...]:
     """Look up once per plan what the loop would otherwise look up at every op."""
-    neighbour: dict[tuple[Kind, int | None], Lane] = {}
+    neighbour: dict[tuple[Kind, int | None, int], Lane] = {}
     issues = []
     for index, op in enumerate(plan.ops):
         release = index
         if op.kind in NODE_KINDS:
-            flow = (op.kind, op.microbatch)
+            flow = (op.kind, op.microbatch, plan.shape.chunk_of[op.stage])
             # What a W op reads came from its backward, which may have it from either lane.
             if op.kind is Kind.WEIGHT or neighbour.get(flow, op.lane) is not op.lane:
                 release = plan.release_after(index, _OTHER_LANE[op.lane])
@@ -73,27 +73,52 @@ def compile_plan(plan: Plan) -> tuple[Issue, ...]:
     return tuple(issues)
 
 
-def execute(plan: Plan, *, lanes: Lanes, handlers: Mapping[Kind, Handler]) -> None:
-    """Issue every op of the plan. The caller's stream is current again afterwards, also after a failure.
+class Carried(NamedTuple):
+    """What ops leave for later ops, also for those of a later call of `execute`.
+
+    Attributes:
+        events: op index -> the event recorded after it.
+        held: op index -> references that are dropped there.
+    """
+
+    events: dict[int, Any]
+    held: dict[int, list[Any]]
+
+
+def execute(
+    plan: Plan,
+    *,
+    lanes: Lanes,
+    handlers: Mapping[Kind, Handler],
+    start: int = 0,
+    end: int | None = None,
+    carried: Carried | None = None,
+) -> None:
+    """Issue the plan's ops from `start` to before `end`, all of them by default.
+
+    The side lanes are forked from the caller's stream before the first op and joined to it after the last one. The
+    caller's stream is current again afterwards, also after a failure.
 
     Backwards run in this thread: handing each node's backward to one of the engine's threads costs more than issuing
     it.
 
     Args:
         plan: the iteration's plan.
-        lanes: its streams; the caller forks and joins them.
+        lanes: its streams.
         handlers: what to do for each kind of op.
+        carried: the same object for every call with ops of one iteration.
 
     Raises:
         Exception: whatever a handler raises, unchanged, with the plan around the op as a note.
     """
     streams, current = lanes.streams, lanes.compute
-    events: dict[int, Any] = {}
-    held: dict[int, list[Any]] = {}
+    events, held = carried or Carried({}, {})
     index = -1
+    lanes.fork()
+    held.clear()  # the lanes have met twice since the call before: at its end, and now
     try:
         with torch.autograd.set_multithreading_enabled(False):
-            for issue in compile_plan(plan):
+            for issue in compile_plan(plan)[start:end]:
                 index, op, lane, waits, signals, release, _ = issue
                 stream = streams[lane]
                 if stream is not current:

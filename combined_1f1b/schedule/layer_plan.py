@@ -78,6 +78,11 @@ class MicroBatch:
         state.model = self._chunk.view(self.shared)
         state.context = state.context_mask = state.attention_bias = state.mtp_hidden_states = None
 
+    def enter(self, hidden: torch.Tensor) -> None:
+        """Begin behind the embedding, with what the previous pipeline stage computed: [sequence, batch, hidden]."""
+        self._chunk.preprocess(self.chunk_state, decoder_input=hidden)
+        self.values = (hidden,)
+
     def clear(self) -> None:
         """Drop every reference to a tensor."""
         self.index = -1
@@ -142,7 +147,8 @@ class ModelChunk:
             ("output_layer", ""): _template(self._output_layer),
         }
         for index, layer in enumerate(self.layers):
-            self._add_layer(f"L{index}", layer, layer, is_first_layer=index == 0, is_last_layer=False, is_mtp=False)
+            name = stage_name(layer)
+            self._add_layer(name, layer, layer, is_first_layer=index == 0, is_last_layer=False, is_mtp=False)
         for index, layer in enumerate(self.mtp_layers):
             last = index == len(self.mtp_layers) - 1
             inner = layer.mtp_model_layer
@@ -150,8 +156,10 @@ class ModelChunk:
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Indices of the mixture-of-experts layers of the decoder."""
-        return tuple(index for index in range(len(self.layers)) if (f"L{index}", "dispatch") in self.templates)
+        """Numbers of the chunk's mixture-of-experts layers, counted through the whole model."""
+        return tuple(
+            layer.layer_number - 1 for layer in self.layers if (stage_name(layer), "dispatch") in self.templates
+        )
 
     @property
     def tied_embeddings(self) -> bool:
@@ -159,8 +167,19 @@ class ModelChunk:
         return bool(self.model.share_embeddings_and_output_weights)
 
     @property
+    def uses_of_shared_weights(self) -> int:
+        """How many of the chunk's nodes use the embedding's weight, its own or its copy on another pipeline stage."""
+        output = self.model.post_process and self.tied_embeddings
+        return self.model.pre_process + output + bool(self.mtp_layers)
+
+    @property
+    def first_user_of_shared_weights(self) -> NodeKey:
+        """The node whose backward is the last that gives that weight a gradient."""
+        return ("embedding", "") if self.model.pre_process else ("M0", "attention")
+
+    @property
     def has_final_norm(self) -> bool:
-        """Whether the decoder ends with a norm."""
+        """Whether the chunk's decoder ends with a norm."""
         return self.model.decoder.final_layernorm is not None
 
     def is_current(self) -> bool:
@@ -236,8 +255,10 @@ class ModelChunk:
             )
 
     def _embedding(self, node: Node) -> torch.Tensor:
-        state = node.chunk_state
-        decoder_input = state.decoder_input if self.model.pre_process else state.call.input_tensor
+        return self.preprocess(node.chunk_state, decoder_input=node.chunk_state.decoder_input)
+
+    def preprocess(self, state: Any, *, decoder_input: torch.Tensor | None) -> torch.Tensor:
+        """Megatron's work before the first layer: embeddings unless decoder_input is given, and rotary embeddings."""
         preprocessed = self.model._preprocess(
             input_ids=state.input_ids,
             position_ids=state.position_ids,
@@ -306,6 +327,11 @@ def _shadowed(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterato
         yield
     finally:
         del vars(owner)[name]
+
+
+def stage_name(layer: Any) -> str:
+    """A decoder layer's name in a plan: Megatron numbers layers from 1, through all pipeline stages."""
+    return f"L{layer.layer_number - 1}"
 
 
 def _cut_parts(model: Any) -> list[Any]:

@@ -36,8 +36,11 @@ def innermost_model(model: Any) -> GPTModel:
     return inner
 
 
-def check_model(model: GPTModel) -> None:
+def check_model(model: GPTModel, *, is_whole: bool = True) -> None:
     """Check a model once, before its first step.
+
+    Args:
+        is_whole: False for a stage of a pipeline, which may have no mixture-of-experts layer, or none at all.
 
     Raises:
         UnsupportedModelError: a class or a hook that the schedule would pass by.
@@ -55,7 +58,7 @@ def check_model(model: GPTModel) -> None:
                 raise _unsupported(layer, f"overrides TransformerLayer.{name}, which the schedule replaces")
     if len({id(layer.mlp) for layer in layers}) < len(layers):
         raise _unsupported(model, "has layers that share one mlp, whose gradients would accumulate in another order")
-    if not any(isinstance(layer.mlp, MoELayer) for layer in layers):
+    if is_whole and not any(isinstance(layer.mlp, MoELayer) for layer in layers):
         raise UnsupportedModelError.of(
             "model",
             type(model).__name__,

@@ -1,8 +1,12 @@
-"""The forward and backward of micro-batches, op by op: the handlers that every driver gives to the executor.
+"""The forward and backward of one model chunk's micro-batches, op by op: what every driver's handlers come to.
 
-F{m}.embedding   record the user's forward_step, then run the first node   B{m}.loss       grad_scale_func, engine
-F{m}.<node>      run a node on what the node before left                   B{m}.<node>     run its backward
-F{m}.loss        the user's loss_func through Megatron's own scaling       B{m}.embedding  the micro-batch is over
+start            record the user's forward_step                            start_backward   the output's gradient enters
+F{m}.<node>      run a node on what the node before left                   B{m}.loss        grad_scale_func, engine
+F{m}.loss        the user's loss_func through Megatron's own scaling       B{m}.<node>      run its backward
+finish_forward   the output leaves to the next pipeline stage              finish_backward  the input's gradient leaves
+
+A chunk with the embedding starts at that op and ends there; one with the loss ends its forward and starts its backward
+at that op. A chunk between others is started and finished by its driver.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class StepInputs:
         collect_non_loss_data: Megatron's option of the same name.
         is_first_microbatch: Megatron's rule for `set_is_first_microbatch`, by micro-batch index.
         no_sync: context in which gradients are not synchronised, for every backward but the last.
+        synchronises: whether the last backward leaves it: if not, the driver does after the last op.
     """
 
     forward_step_func: Callable[..., Any]
@@ -51,6 +56,7 @@ class StepInputs:
     collect_non_loss_data: bool = False
     is_first_microbatch: Callable[[int], bool] = lambda index: index == 0
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+    synchronises: bool = True
 
 
 class _PhaseTimer:
@@ -80,7 +86,7 @@ class _PhaseTimer:
 
 
 class Step:
-    """One iteration of one model chunk.
+    """One iteration of one model chunk. It is opened before the first op, and closed after the last or a failure.
 
     Args:
         inputs: what Megatron's driver hands over.
@@ -117,21 +123,6 @@ class Step:
         self._is_unsynchronised = False
         self.num_tokens: list[torch.Tensor] = []
 
-    def handlers(self) -> dict[Kind, Handler]:
-        """The table for the executor. With Megatron's NVTX profiling on, each op is a range of its name."""
-        table: dict[Kind, Handler] = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.WEIGHT: self._weight,
-            Kind.GATHER: lambda issue: self._driver.gather(issue.op.unit),
-            Kind.FREE: lambda issue: self._driver.free(issue.op.unit),
-            Kind.REDUCE: self._reduce,
-            Kind.BEGIN_BACKWARD: lambda _issue: self._driver.begin_backward(),
-        }
-        if not megatron_utils._nvtx_enabled:
-            return table
-        return {kind: _in_range(handler) for kind, handler in table.items()}
-
     def open(self) -> None:
         """Before the first op: prepare the modules."""
         self._chunk.begin_iteration()
@@ -147,18 +138,18 @@ class Step:
 
         With a sharded model `.grad` is empty when a micro-batch's backward starts, and they add up there.
         """
-        several_uses = self._chunk.tied_embeddings or bool(self._chunk.mtp_layers)
-        return several_uses and isinstance(self._driver, NullSharding)
+        return self._chunk.uses_of_shared_weights > 1 and isinstance(self._driver, NullSharding)
 
-    def _forward(self, issue: Issue) -> Any:
+    def forward(self, issue: Issue) -> Any:
+        """Run a node; returns what entered it."""
         if not self._config.enable_autocast:
             return self._forward_op(issue.op)
         with self._autocast():
             return self._forward_op(issue.op)
 
     def _forward_op(self, op: Op) -> Any:
-        if op.stage == "embedding":
-            self._start(op.microbatch)
+        if op.microbatch not in self._microbatches:
+            self.start(op.microbatch)
         microbatch = self._microbatches[op.microbatch]
         if op.stage == "loss":
             return self._forward_loss(microbatch)
@@ -166,23 +157,28 @@ class Step:
         microbatch.values = microbatch.forward_node((op.stage, op.part)).forward(entered)
         return entered
 
-    def _backward(self, issue: Issue) -> Any:
+    def backward(self, issue: Issue) -> Any:
+        """Run a node's backward; returns the references to hold."""
         op = issue.op
         microbatch = self._microbatches[op.microbatch]
         self._synchronise_gradients(op.microbatch)
         if op.stage == "loss":
             return self._backward_loss(microbatch)
         node = microbatch.backward_node((op.stage, op.part))
+        if microbatch.shared is not None and (op.stage, op.part) == self._chunk.first_user_of_shared_weights:
+            with microbatch.shared.joining():
+                microbatch.gradients, held = node.backward(microbatch.gradients)
+        elif issue.index in self._held_gradients:
+            with self._gradients_kept_apart(issue.index):
+                microbatch.gradients, held = node.backward(microbatch.gradients)
+        else:
+            microbatch.gradients, held = node.backward(microbatch.gradients)
         if op.stage == "embedding":
-            return self._end(microbatch, node)
-        if issue.index not in self._held_gradients:
-            microbatch.gradients, held = node.backward(microbatch.gradients)
-            return held
-        with self._gradients_kept_apart(issue.index):
-            microbatch.gradients, held = node.backward(microbatch.gradients)
+            self._end(microbatch)
         return held
 
-    def _weight(self, issue: Issue) -> Any:
+    def weight(self, issue: Issue) -> Any:
+        """Run a node's delayed weight gradients; returns the references to hold."""
         op = issue.op
         node = self._microbatches[op.microbatch].backward_node((op.stage, op.part))
         self._synchronise_gradients(op.microbatch)
@@ -198,7 +194,8 @@ class Step:
         for unit, gradients in waiting.items():
             self._held[unit] = self._driver.swap_gradients(unit, gradients)
 
-    def _reduce(self, issue: Issue) -> None:
+    def reduce(self, issue: Issue) -> None:
+        """Reduce a unit's gradients, and let in what was held back meanwhile."""
         unit = issue.op.unit
         self._driver.reduce(unit, is_last=issue.is_last_reduction)
         if unit in self._held:
@@ -206,20 +203,26 @@ class Step:
 
     def _synchronise_gradients(self, microbatch: int) -> None:
         """Data-parallel wrappers synchronise in the ops of the last micro-batch's backward and in no others."""
-        unsynchronised = microbatch != self._inputs.num_microbatches - 1
+        unsynchronised = not self._inputs.synchronises or microbatch != self._inputs.num_microbatches - 1
         if unsynchronised and not self._is_unsynchronised:
             self._unsynchronised.enter_context(self._inputs.no_sync())
         elif self._is_unsynchronised and not unsynchronised:
             self._unsynchronised.close()
         self._is_unsynchronised = unsynchronised
 
-    def _start(self, index: int) -> None:
+    def start(self, index: int, input_tensor: torch.Tensor | None = None) -> None:
+        """Record the user's forward_step for a micro-batch.
+
+        Args:
+            index: the micro-batch.
+            input_tensor: [sequence, batch, hidden] from the previous pipeline stage, or None on the first.
+        """
         inputs, model = self._inputs, self._inputs.model
         self._forward_timer.open()
         if inputs.is_first_microbatch(index) and hasattr(model, "set_is_first_microbatch"):
             model.set_is_first_microbatch()
         set_current_microbatch(model, index)
-        get_attr_wrapped_model(model, "set_input_tensor")([None])
+        get_attr_wrapped_model(model, "set_input_tensor")([input_tensor])
         try:
             with self._driver.recording():
                 call = record_forward_step(
@@ -235,25 +238,47 @@ class Step:
         self._microbatches[index] = self._chunk.start_microbatch(
             index=index, call=call, apart=self._apart, is_interleaved=index in self._interleaved
         )
+        if input_tensor is not None:
+            with self._autocast():
+                self._microbatches[index].enter(input_tensor.detach().requires_grad_(input_tensor.requires_grad))
+
+    def has_started(self, index: int) -> bool:
+        """Whether a micro-batch's forward has started."""
+        return index in self._microbatches
+
+    def finish_forward(self, index: int) -> torch.Tensor:
+        """The output of a micro-batch's forward: the loss, or [sequence, batch, hidden] for the next stage."""
+        microbatch = self._microbatches[index]
+        if microbatch.loss is not None:
+            return microbatch.loss
+        self._forward_timer.close(stop=False)
+        (output,), microbatch.values = microbatch.values, ()
+        output, num_tokens = self._through_loss_step(microbatch, output, is_last_stage=False)
+        self._forward_timer.resume()
+        self.num_tokens.append(num_tokens)
+        return output.detach()
+
+    def start_backward(self, index: int, output_gradient: torch.Tensor | None) -> None:
+        """A micro-batch's backward begins with the gradient of what `finish_forward` returned; None at the loss."""
+        if output_gradient is not None:
+            self._backward_timer.open()
+            self._microbatches[index].gradients = (output_gradient,)
+
+    def finish_backward(self, index: int) -> torch.Tensor | None:
+        """The gradient of a micro-batch's input, whose backward is over; None on the first stage."""
+        microbatch = self._microbatches.get(index)
+        if microbatch is None:
+            return None
+        (gradient,) = microbatch.gradients
+        self._end(microbatch)
+        return gradient
 
     def _forward_loss(self, microbatch: MicroBatch) -> None:
-        inputs = self._inputs
         self._forward_timer.close(stop=False)  # Megatron's loss step stops it
         losses: list[torch.Tensor] = []
 
         def loss_segment(_node: Node, output: torch.Tensor) -> Any:
-            loss, num_tokens = forward_step_calc_loss(
-                inputs.model,
-                output,
-                microbatch.loss_func,
-                self._config,
-                None,
-                inputs.collect_non_loss_data,
-                inputs.num_microbatches,
-                inputs.forward_data_store,
-                self._chunk.model.pg_collection.cp.size(),
-                True,
-            )
+            loss, num_tokens = self._through_loss_step(microbatch, output, is_last_stage=True)
             self.num_tokens.append(num_tokens)
             losses.append(loss)
             return loss
@@ -276,9 +301,26 @@ class Step:
             torch.autograd.backward(loss)
         microbatch.gradients = microbatch.loss_node.take_input_gradients()
 
-    def _end(self, microbatch: MicroBatch, node: Node) -> None:
-        with nullcontext() if microbatch.shared is None else microbatch.shared.joining():
-            node.backward(microbatch.gradients)
+    def _through_loss_step(
+        self, microbatch: MicroBatch, output: torch.Tensor, *, is_last_stage: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Megatron's step after a forward: on the last stage loss_func and scaling, on all auxiliary losses' scale."""
+        inputs = self._inputs
+        result: tuple[torch.Tensor, torch.Tensor] = forward_step_calc_loss(
+            inputs.model,
+            output,
+            microbatch.loss_func,
+            self._config,
+            self._chunk.model.vp_stage,
+            inputs.collect_non_loss_data,
+            inputs.num_microbatches,
+            inputs.forward_data_store,
+            self._chunk.model.pg_collection.cp.size(),
+            is_last_stage,
+        )
+        return result
+
+    def _end(self, microbatch: MicroBatch) -> None:
         self._chunk.end_microbatch(self._microbatches.pop(microbatch.index))
         self._backward_timer.close()
 
@@ -286,6 +328,31 @@ class Step:
         if self._config.enable_autocast:
             return torch.autocast("cuda", dtype=self._config.autocast_dtype)
         return nullcontext()
+
+
+def handlers_of(steps: Mapping[str, Step], driver: ShardingDriver) -> dict[Kind, Handler]:
+    """The executor's table for a plan without transfers.
+
+    Args:
+        steps: the step of the chunk that a stage, a unit or a chunk's own name belongs to.
+        driver: the sharding driver of all chunks.
+    """
+    return {
+        Kind.FORWARD: lambda issue: steps[issue.op.stage].forward(issue),
+        Kind.BACKWARD: lambda issue: steps[issue.op.stage].backward(issue),
+        Kind.WEIGHT: lambda issue: steps[issue.op.stage].weight(issue),
+        Kind.GATHER: lambda issue: driver.gather(issue.op.unit),
+        Kind.FREE: lambda issue: driver.free(issue.op.unit),
+        Kind.REDUCE: lambda issue: steps[issue.op.stage].reduce(issue),
+        Kind.BEGIN_BACKWARD: lambda _issue: driver.begin_backward(),
+    }
+
+
+def with_ranges(handlers: Mapping[Kind, Handler]) -> Mapping[Kind, Handler]:
+    """With Megatron's NVTX profiling on, each op is a range of its name."""
+    if not megatron_utils._nvtx_enabled:
+        return handlers
+    return {kind: _in_range(handler) for kind, handler in handlers.items()}
 
 
 def _in_range(handler: Handler) -> Handler:

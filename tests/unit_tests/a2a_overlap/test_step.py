@@ -16,7 +16,7 @@ import combined_1f1b.errors
 import combined_1f1b.host as host
 from combined_1f1b.fsdp_adapter.protocol import driver_of
 from combined_1f1b.fsdp_adapter.recording import RecordingSharding
-from combined_1f1b.schedule import no_pipelining
+from combined_1f1b.schedule import iteration as schedule_iteration
 from combined_1f1b.schedule.module_state import LayerModuleState
 from combined_1f1b.schedule.ops import Kind, Lane
 from combined_1f1b.schedule.plan import Plan
@@ -38,7 +38,7 @@ def sharded_model(**changes):
 def test_the_driver_is_called_as_the_plan_says(monkeypatch):
     model = sharded_model(mtp_num_layers=1, share_embeddings_and_output_weights=True)
     recording = RecordingSharding(driver_of(model))
-    monkeypatch.setattr(no_pipelining, "driver_of", lambda _: recording)
+    monkeypatch.setattr(schedule_iteration, "driver_of", lambda _: recording)
     run(model)
     plan = combined_1f1b.last_step().plan
     expected = []
@@ -116,7 +116,7 @@ def test_a_dropped_sharding_op_is_noticed(monkeypatch, kind):
     monkeypatch.setattr(Plan, "validate", lambda self: None)
 
     def without_one(**shape):
-        plan = no_pipelining.build_plan(**shape)
+        plan = schedule_iteration.build_plan(**shape)
         original(plan)
         drop = next(index for index, op in enumerate(plan.ops) if op.kind is kind and op.unit == "L1.experts")
         ops = [op for index, op in enumerate(plan.ops) if index != drop]
@@ -124,7 +124,7 @@ def test_a_dropped_sharding_op_is_noticed(monkeypatch, kind):
         ops = [op.with_waits(tuple(w for w in op.waits if w not in waits)) for op in ops]
         return replace(plan, ops=tuple(ops))
 
-    monkeypatch.setattr(no_pipelining, "_checked_plan", without_one)
+    monkeypatch.setattr(schedule_iteration, "_checked_plan", without_one)
     if kind is Kind.GATHER:
         with pytest.raises((AssertionError, RuntimeError)):
             iteration(model, combined=True)

@@ -1,0 +1,235 @@
+"""The driver for pipelines without virtual stages (PP>1), which Megatron's combined schedule does not have.
+
+    warm-up F F ...   steady (F,B) (F,B) ...   cool-down B B ...       see pipeline_order.py for how many forwards
+
+The whole iteration is one plan with its transfers: what a rank sends and receives travels beside the computation of the
+pairs. What stands around the schedule is what `forward_backward_pipelining_without_interleaving` of Megatron does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import (
+    check_first_val_step,
+    clear_embedding_activation_buffer,
+    finish_embedding_wgrad_compute,
+    get_tensor_shapes,
+)
+
+from combined_1f1b.config import OverlapOptions
+from combined_1f1b.errors import ConfigError
+from combined_1f1b.schedule.executor import Handler, Issue
+from combined_1f1b.schedule.interleaved import pipeline_of
+from combined_1f1b.schedule.iteration import Iteration, StepReport
+from combined_1f1b.schedule.layer_plan import ModelChunk
+from combined_1f1b.schedule.links import PipelineLinks
+from combined_1f1b.schedule.ops import Kind, Lane
+from combined_1f1b.schedule.step import StepInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineCall:
+    """The arguments of Megatron's function, resolved.
+
+    Attributes:
+        model, data_iterator: the rank's one chunk and its data.
+        communicator: Megatron's P2PCommunicator.
+        groups: Megatron's ProcessGroupCollection.
+    """
+
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    model: torch.nn.Module
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    adjust_tensor_shapes_fn: Callable[..., Any] | None
+    communicator: Any
+    groups: Any
+    force_all_reduce: bool | None
+
+
+class _Transfers:
+    """Handlers of SEND and RECV: a tensor enters where its flow starts, and leaves where it ends.
+
+    Args:
+        iteration: whose step takes and gives the tensors.
+        received, sent: shape of what comes from the previous stage, of what goes to the next: gradients have the same.
+    """
+
+    def __init__(
+        self,
+        iteration: Iteration,
+        links: PipelineLinks,
+        *,
+        received: tuple[int, ...],
+        sent: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> None:
+        (self._step,) = iteration.steps
+        (self._chunk,) = iteration.plan.shape.chunks
+        self._lanes = iteration.lanes
+        self._links = links
+        self._received = received
+        self._sent = sent
+        self._dtype = dtype
+
+    def table(self, begin_backward: Handler, forward: Handler) -> Mapping[Kind, Handler]:
+        """The handlers; the given ones run after what enters has entered."""
+
+        def run_forward(issue: Issue) -> Any:
+            if self._chunk.receives and not self._step.has_started(issue.op.microbatch):
+                self._enter(issue.op.microbatch)
+            return forward(issue)
+
+        def run_begin_backward(issue: Issue) -> None:
+            begin_backward(issue)
+            gradient = self._links.take(Lane.NEXT, issue.op.microbatch) if self._chunk.sends else None
+            self._step.start_backward(issue.op.microbatch, gradient)
+            if not self._chunk.receives and not self._chunk.nodes:
+                self._step.finish_backward(issue.op.microbatch)
+
+        return {
+            Kind.FORWARD: run_forward,
+            Kind.BEGIN_BACKWARD: run_begin_backward,
+            Kind.RECEIVE_FORWARD: lambda issue: self._receive(Lane.PREVIOUS, issue, self._received),
+            Kind.RECEIVE_BACKWARD: lambda issue: self._receive(Lane.NEXT, issue, self._sent),
+            Kind.SEND_FORWARD: self._send_forward,
+            Kind.SEND_BACKWARD: self._send_backward,
+        }
+
+    def _enter(self, microbatch: int) -> None:
+        self._step.start(microbatch, self._links.take(Lane.PREVIOUS, microbatch).requires_grad_())
+
+    def _receive(self, lane: Lane, issue: Issue, shape: tuple[int, ...]) -> None:
+        self._links.receive(lane, issue.op.microbatch, shape=shape, dtype=self._dtype)
+
+    def _send_forward(self, issue: Issue) -> None:
+        if not self._step.has_started(issue.op.microbatch):  # a stage without a node
+            with torch.cuda.stream(self._lanes.compute):
+                self._enter(issue.op.microbatch)
+        output = self._step.finish_forward(issue.op.microbatch)
+        self._links.send(Lane.NEXT, output, producer=self._producer)
+
+    def _send_backward(self, issue: Issue) -> None:
+        gradient = self._step.finish_backward(issue.op.microbatch)
+        assert gradient is not None, f"{issue.op.name}: the input got no gradient"
+        self._links.send(Lane.PREVIOUS, gradient, producer=self._lanes.compute)
+        with torch.cuda.stream(self._lanes.compute):
+            self._links.release(issue.op.microbatch)
+
+    @property
+    def _producer(self) -> Any:
+        """The stream of the chunk's last forward node."""
+        in_traffic = bool(self._chunk.nodes) and self._chunk.nodes[-1][1] == "combine"
+        return self._lanes.comm if in_traffic else self._lanes.compute
+
+
+def run_pipeline(
+    call: PipelineCall, *, chunk: ModelChunk, options: OverlapOptions, links: PipelineLinks
+) -> tuple[StepReport, list[Any]]:
+    """Run one iteration of a rank and what Megatron's function does around it.
+
+    Args:
+        call: the function's arguments.
+        chunk: the model, cut into nodes.
+        options: what Megatron's config has no field for.
+        links: to the neighbouring stages.
+
+    Returns:
+        The report, and what the loss functions reported; empty except on the last stage.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+        Exception: whatever user code raises, unchanged. The model can be used for a retry if every rank failed.
+    """
+    config, communicator = chunk.config, call.communicator
+    if config.overlap_p2p_comm:
+        raise ValueError("Non-interleaved pipeline parallelism does not support overlapping p2p communication")
+    received, sent = _shapes(call, config)
+    first, last = communicator.is_pp_first_stage, communicator.is_pp_last_stage
+    if config.finalize_model_grads_func is not None:
+        embedding_module = clear_embedding_activation_buffer(config, call.model, last)
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    # Later stages reduce in the pipeline's bubble, all at the same time, when there is a function for it.
+    synchronises = config.grad_sync_func is None or first
+    inputs = StepInputs(
+        forward_step_func=call.forward_step_func,
+        data_iterator=call.data_iterator,
+        model=call.model,
+        num_microbatches=call.num_microbatches,
+        config=config,
+        collect_non_loss_data=call.collect_non_loss_data,
+        is_first_microbatch=lambda index: check_first_val_step(call.first_val_step, False, index == 0),
+        no_sync=config.no_sync_func or nullcontext,
+        synchronises=synchronises,
+    )
+    group = communicator.pp_group
+    iteration = Iteration(
+        [inputs],
+        chunks=[chunk],
+        options=options,
+        pipeline=pipeline_of(config, size=group.size(), rank=group.rank(), chunks=1),
+        transfers=lambda iteration, own: _Transfers(
+            iteration, links, received=received, sent=sent, dtype=config.pipeline_dtype
+        ).table(own[Kind.BEGIN_BACKWARD], own[Kind.FORWARD]),
+        links=links.streams,
+    )
+    links.begin()
+    try:
+        iteration.open()
+        iteration.run()
+        links.finish()
+    except BaseException:
+        links.abort()
+        raise
+    report = iteration.finish()
+    if not synchronises:
+        config.grad_sync_func(call.model.parameters())
+    if config.finalize_model_grads_func is not None:
+        total_num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+        for tokens in iteration.num_tokens:
+            total_num_tokens += tokens
+        finish_embedding_wgrad_compute(config, embedding_module, last, call.groups.tp)
+        config.finalize_model_grads_func(
+            [call.model],
+            total_num_tokens if config.calculate_per_token_loss else None,
+            pg_collection=call.groups,
+            force_all_reduce=call.force_all_reduce,
+        )
+    if config.timers is not None:
+        config.timers("forward-backward").stop()
+    return report, inputs.forward_data_store
+
+
+def _shapes(call: PipelineCall, config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of what is received from the previous stage and of what is sent to the next."""
+    received, sent = (
+        get_tensor_shapes(
+            seq_length=call.seq_length,
+            micro_batch_size=call.micro_batch_size,
+            decoder_seq_length=call.decoder_seq_length,
+            config=config,
+            tp_group=call.groups.tp,
+            cp_group=call.groups.cp,
+        )
+        for _ in range(2)
+    )
+    if call.adjust_tensor_shapes_fn is not None:
+        received, sent = call.adjust_tensor_shapes_fn(received, sent)
+    for shapes in (received, sent):
+        if len(shapes) != 1:
+            raise ConfigError.of(
+                "adjust_tensor_shapes_fn", shapes, "the schedule sends one tensor between stages",
+                "return lists of one shape, or set overlap_moe_expert_parallel_comm=False",
+            )  # fmt: skip
+    return tuple(received[0]), tuple(sent[0])
