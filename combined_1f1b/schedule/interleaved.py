@@ -95,7 +95,8 @@ class InterleavedIteration:
             output = steps[forward.chunk].finish_forward(forward.microbatch)
             num_tokens = steps[forward.chunk].num_tokens[-1]
         if backward:
-            input_gradient = steps[backward.chunk].finish_backward(backward.microbatch)
+            input_gradient = steps[backward.chunk].input_gradient(backward.microbatch)
+            steps[backward.chunk].finish_backward(backward.microbatch)
         return output, num_tokens, input_gradient
 
     @property

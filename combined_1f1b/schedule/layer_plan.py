@@ -81,6 +81,7 @@ class MicroBatch:
     def enter(self, hidden: torch.Tensor) -> None:
         """Begin behind the embedding, with what the previous pipeline stage computed: [sequence, batch, hidden]."""
         self._chunk.preprocess(self.chunk_state, decoder_input=hidden)
+        self.chunk_state.decoder_input = None  # as in Megatron, where only the first stage has one
         self.values = (hidden,)
 
     def clear(self) -> None:

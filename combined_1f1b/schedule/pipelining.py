@@ -77,29 +77,44 @@ class _Transfers:
         (self._step,) = iteration.steps
         (self._chunk,) = iteration.plan.shape.chunks
         self._lanes = iteration.lanes
+        # Where weight gradients are delayed, the first layer's come after its input's gradient has left.
+        delayed = iteration.plan.shape.delay_wgrad and self._chunk.receives and bool(self._chunk.layers)
+        self._last_weights = (self._chunk.layers[0].name, "attention") if delayed else None
         self._links = links
         self._received = received
         self._sent = sent
         self._dtype = dtype
 
-    def table(self, begin_backward: Handler, forward: Handler) -> Mapping[Kind, Handler]:
-        """The handlers; the given ones run after what enters has entered."""
+    def table(self, own: Mapping[Kind, Handler]) -> Mapping[Kind, Handler]:
+        """The handlers; those of the step run after what enters has entered."""
 
         def run_forward(issue: Issue) -> Any:
             if self._chunk.receives and not self._step.has_started(issue.op.microbatch):
                 self._enter(issue.op.microbatch)
-            return forward(issue)
+            return own[Kind.FORWARD](issue)
 
-        def run_begin_backward(issue: Issue) -> None:
-            begin_backward(issue)
+        def run_backward(issue: Issue) -> Any:
+            held = own[Kind.BACKWARD](issue)
+            if issue.op.stage == "embedding":
+                self._end(issue.op.microbatch)
+            return held
+
+        def run_weight(issue: Issue) -> Any:
+            held = own[Kind.WEIGHT](issue)
+            if (issue.op.stage, issue.op.part) == self._last_weights:
+                self._end(issue.op.microbatch)
+            return held
+
+        def begin_backward(issue: Issue) -> None:
+            own[Kind.BEGIN_BACKWARD](issue)
             gradient = self._links.take(Lane.NEXT, issue.op.microbatch) if self._chunk.sends else None
             self._step.start_backward(issue.op.microbatch, gradient)
-            if not self._chunk.receives and not self._chunk.nodes:
-                self._step.finish_backward(issue.op.microbatch)
 
         return {
             Kind.FORWARD: run_forward,
-            Kind.BEGIN_BACKWARD: run_begin_backward,
+            Kind.BACKWARD: run_backward,
+            Kind.WEIGHT: run_weight,
+            Kind.BEGIN_BACKWARD: begin_backward,
             Kind.RECEIVE_FORWARD: lambda issue: self._receive(Lane.PREVIOUS, issue, self._received),
             Kind.RECEIVE_BACKWARD: lambda issue: self._receive(Lane.NEXT, issue, self._sent),
             Kind.SEND_FORWARD: self._send_forward,
@@ -120,11 +135,17 @@ class _Transfers:
         self._links.send(Lane.NEXT, output, producer=self._producer)
 
     def _send_backward(self, issue: Issue) -> None:
-        gradient = self._step.finish_backward(issue.op.microbatch)
+        gradient = self._step.input_gradient(issue.op.microbatch)
         assert gradient is not None, f"{issue.op.name}: the input got no gradient"
         self._links.send(Lane.PREVIOUS, gradient, producer=self._lanes.compute)
-        with torch.cuda.stream(self._lanes.compute):
-            self._links.release(issue.op.microbatch)
+        if self._last_weights is None:
+            with torch.cuda.stream(self._lanes.compute):
+                self._end(issue.op.microbatch)
+
+    def _end(self, microbatch: int) -> None:
+        """The current stream has issued the last op that reads what was received."""
+        self._step.finish_backward(microbatch)
+        self._links.release(microbatch)
 
     @property
     def _producer(self) -> Any:
@@ -181,7 +202,7 @@ def run_pipeline(
         pipeline=pipeline_of(config, size=group.size(), rank=group.rank(), chunks=1),
         transfers=lambda iteration, own: _Transfers(
             iteration, links, received=received, sent=sent, dtype=config.pipeline_dtype
-        ).table(own[Kind.BEGIN_BACKWARD], own[Kind.FORWARD]),
+        ).table(own),
         links=links.streams,
     )
     links.begin()

@@ -69,6 +69,13 @@ class SharedWeights:
                     del weight._backward_hooks[key]
                     weight._backward_hooks[key] = hook
             yield
-        for weight, gradient in held.items():
-            if weight not in joined:
-                torch.autograd.backward([get_gradient_edge(weight)], [gradient])
+        _accumulate({weight: gradient for weight, gradient in held.items() if weight not in joined})
+
+    def deliver(self) -> None:
+        """After the backward of the weights' first user, which used an alias as well."""
+        _accumulate(self._take())
+
+
+def _accumulate(gradients: dict[torch.nn.Parameter, torch.Tensor]) -> None:
+    for weight, gradient in gradients.items():
+        torch.autograd.backward([get_gradient_edge(weight)], [gradient])

@@ -3,7 +3,7 @@
 start            record the user's forward_step                            start_backward   the output's gradient enters
 F{m}.<node>      run a node on what the node before left                   B{m}.loss        grad_scale_func, engine
 F{m}.loss        the user's loss_func through Megatron's own scaling       B{m}.<node>      run its backward
-finish_forward   the output leaves to the next pipeline stage              finish_backward  the input's gradient leaves
+finish_forward   the output leaves to the next pipeline stage              input_gradient   the input's gradient leaves
 
 A chunk with the embedding starts at that op and ends there; one with the loss ends its forward and starts its backward
 at that op. A chunk between others is started and finished by its driver.
@@ -165,9 +165,15 @@ class Step:
         if op.stage == "loss":
             return self._backward_loss(microbatch)
         node = microbatch.backward_node((op.stage, op.part))
-        if microbatch.shared is not None and (op.stage, op.part) == self._chunk.first_user_of_shared_weights:
+        is_first_user = (
+            microbatch.shared is not None and (op.stage, op.part) == self._chunk.first_user_of_shared_weights
+        )
+        if is_first_user and op.stage == "embedding":
             with microbatch.shared.joining():
                 microbatch.gradients, held = node.backward(microbatch.gradients)
+        elif is_first_user:
+            microbatch.gradients, held = node.backward(microbatch.gradients)
+            microbatch.shared.deliver()
         elif issue.index in self._held_gradients:
             with self._gradients_kept_apart(issue.index):
                 microbatch.gradients, held = node.backward(microbatch.gradients)
@@ -264,14 +270,19 @@ class Step:
             self._backward_timer.open()
             self._microbatches[index].gradients = (output_gradient,)
 
-    def finish_backward(self, index: int) -> torch.Tensor | None:
-        """The gradient of a micro-batch's input, whose backward is over; None on the first stage."""
+    def input_gradient(self, index: int) -> torch.Tensor | None:
+        """The gradient of a micro-batch's input, once its nodes have run; None on the first stage."""
         microbatch = self._microbatches.get(index)
         if microbatch is None:
             return None
         (gradient,) = microbatch.gradients
-        self._end(microbatch)
         return gradient
+
+    def finish_backward(self, index: int) -> None:
+        """A micro-batch's backward is over, delayed weight gradients too. With the embedding it has ended itself."""
+        microbatch = self._microbatches.get(index)
+        if microbatch is not None:
+            self._end(microbatch)
 
     def _forward_loss(self, microbatch: MicroBatch) -> None:
         self._forward_timer.close(stop=False)  # Megatron's loss step stops it
