@@ -109,7 +109,7 @@ def test_megatrons_other_checks_still_run():
 REFUSED = {
     "num_moe_experts": None,
     "moe_token_dispatcher_type": "allgather",
-    "pipeline_model_parallel_size": 2,
+    "num_microbatches_with_partial_activation_checkpoints": 1,
     "recompute_granularity": "full",
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
@@ -156,10 +156,24 @@ def test_fused_operators_of_transformer_engine_are_refused_with_delayed_weight_g
         combined_1f1b.enable(config)
 
 
+def test_lengths_that_vary_are_refused_where_stages_receive_ahead():
+    config = TransformerConfig(**ALONE)
+    config.variable_seq_lengths = True
+    combined_1f1b.enable(config)
+    config.pipeline_model_parallel_size = 2
+    with pytest.raises(ConfigError, match="variable_seq_lengths=True"):
+        combined_1f1b.enable(config)
+
+
 def test_the_list_of_refusals_is_tested_whole():
     from combined_1f1b.config import REFUSED_FLAGS
 
-    assert set(REFUSED_FLAGS) == {*REFUSED, "recompute_modules", "use_transformer_engine_op_fuser"}
+    assert set(REFUSED_FLAGS) == {
+        *REFUSED,
+        "recompute_modules",
+        "use_transformer_engine_op_fuser",
+        "variable_seq_lengths",
+    }
 
 
 def test_settings_that_need_the_flag_are_refused_without_it():
