@@ -123,8 +123,8 @@ class Installation:
         this comparison, and the others from the collective that it is missing in.
 
         Args:
-            across_stages: compare the stages of the pipeline too. Inside Megatron's interleaved driver that is too late:
-                a stage comes here only when the one before has sent.
+            across_stages: compare the stages of the pipeline too. Inside Megatron's interleaved driver it is too late
+                for that: a stage comes here only when the one before has sent.
         """
         if torch.cuda.is_current_stream_capturing():
             return  # reading the answer would synchronise; the iterations that warmed up have compared
