@@ -80,6 +80,7 @@ class _Transfers:
         # Where weight gradients are delayed, the first layer's come after its input's gradient has left.
         delayed = iteration.plan.shape.delay_wgrad and self._chunk.receives and bool(self._chunk.layers)
         self._last_weights = (self._chunk.layers[0].name, "attention") if delayed else None
+        self._in_backward: set[int] = set()
         self._links = links
         self._received = received
         self._sent = sent
@@ -94,6 +95,7 @@ class _Transfers:
             return own[Kind.FORWARD](issue)
 
         def run_backward(issue: Issue) -> Any:
+            self._enter_backward(issue.op.microbatch)
             held = own[Kind.BACKWARD](issue)
             if issue.op.stage == "embedding":
                 self._end(issue.op.microbatch)
@@ -105,16 +107,10 @@ class _Transfers:
                 self._end(issue.op.microbatch)
             return held
 
-        def begin_backward(issue: Issue) -> None:
-            own[Kind.BEGIN_BACKWARD](issue)
-            gradient = self._links.take(Lane.NEXT, issue.op.microbatch) if self._chunk.sends else None
-            self._step.start_backward(issue.op.microbatch, gradient)
-
         return {
             Kind.FORWARD: run_forward,
             Kind.BACKWARD: run_backward,
             Kind.WEIGHT: run_weight,
-            Kind.BEGIN_BACKWARD: begin_backward,
             Kind.RECEIVE_FORWARD: lambda issue: self._receive(Lane.PREVIOUS, issue, self._received),
             Kind.RECEIVE_BACKWARD: lambda issue: self._receive(Lane.NEXT, issue, self._sent),
             Kind.SEND_FORWARD: self._send_forward,
@@ -123,6 +119,12 @@ class _Transfers:
 
     def _enter(self, microbatch: int) -> None:
         self._step.start(microbatch, self._links.take(Lane.PREVIOUS, microbatch).requires_grad_())
+
+    def _enter_backward(self, microbatch: int) -> None:
+        """At the backward's first node, whose lane alone waits for the gradient."""
+        if self._chunk.sends and microbatch not in self._in_backward:
+            self._in_backward.add(microbatch)
+            self._step.start_backward(microbatch, self._links.take(Lane.NEXT, microbatch))
 
     def _receive(self, lane: Lane, issue: Issue, shape: tuple[int, ...]) -> None:
         self._links.receive(lane, issue.op.microbatch, shape=shape, dtype=self._dtype)
@@ -135,6 +137,8 @@ class _Transfers:
         self._links.send(Lane.NEXT, output, producer=self._producer)
 
     def _send_backward(self, issue: Issue) -> None:
+        with torch.cuda.stream(self._lanes.compute):
+            self._enter_backward(issue.op.microbatch)  # a stage without a node
         gradient = self._step.input_gradient(issue.op.microbatch)
         assert gradient is not None, f"{issue.op.name}: the input got no gradient"
         self._links.send(Lane.PREVIOUS, gradient, producer=self._lanes.compute)
