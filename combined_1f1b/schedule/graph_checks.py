@@ -10,7 +10,7 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, is_graph_safe_cuda_rng_tracker
 from megatron.core.utils import get_model_config
 
-from combined_1f1b.config import draws_random_numbers
+from combined_1f1b.config import FLAG, draws_random_numbers
 from combined_1f1b.errors import ConfigError
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -46,7 +46,9 @@ def check_capturable(model: torch.nn.Module) -> None:
         raise ConfigError.of(
             "variable_seq_lengths", True, "pipeline stages read each other's shapes on the CPU", "use fixed lengths"
         )
-    if config.batch_p2p_comm and config.batch_p2p_sync and config.pipeline_model_parallel_size > 1:
+    own_transfers = getattr(config, FLAG) and config.virtual_pipeline_model_parallel_size is None
+    stages = config.pipeline_model_parallel_size > 1 and not own_transfers
+    if stages and config.batch_p2p_comm and config.batch_p2p_sync:
         raise ConfigError.of(
             "batch_p2p_sync", True, "pipeline stages synchronise the device after each transfer",
             "use batch_p2p_sync=False, or batch_p2p_comm=False with overlap_p2p_comm",

@@ -1,4 +1,4 @@
-"""A whole iteration of a pipeline with virtual stages in one CUDA graph, transfers between stages included."""
+"""A whole iteration of a pipeline in one CUDA graph, transfers between stages included, with our schedule or without."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from host_models import BATCH, SEQUENCE, batches, build, forward_step, parallel,
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+import combined_1f1b
 from combined_1f1b.schedule.cuda_graph import FullIterationGraph
 
-SIZES = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+
+def sizes(vpp: int | None) -> dict[str, Any]:
+    virtual = {} if vpp is None else {"virtual_pipeline_model_parallel_size": vpp}
+    return {"pipeline_model_parallel_size": 2, **virtual}
 
 
-def build_stage(stage: int) -> torch.nn.Module:
+def build_stage(stage: int | None, vpp: int | None) -> torch.nn.Module:
+    # Two stages are neighbours on both sides: batched sends and receives would match each other wrongly.
+    transfers = {} if vpp is None else {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     return build(
-        **SIZES,
+        **sizes(vpp),
+        **transfers,
         num_layers=4,
         expert_model_parallel_size=1,
-        # Two stages are neighbours on both sides: batched sends and receives would match each other wrongly.
-        overlap_p2p_comm=True,
-        batch_p2p_comm=False,
         vp_stage=stage,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
@@ -31,10 +35,11 @@ def build_stage(stage: int) -> torch.nn.Module:
     )
 
 
-def train(*, captured: bool) -> tuple[Any, ...]:
-    """SGD steps of Megatron's interleaved schedule; losses (on the last stage) and parameters."""
-    chunks = [build_stage(stage) for stage in range(2)]
+def train(*, captured: bool, combined: bool, vpp: int | None) -> tuple[Any, ...]:
+    """SGD steps; losses (on the last stage) and parameters."""
+    chunks = [build_stage(stage, vpp) for stage in ([None] if vpp is None else range(vpp))]
     for chunk in chunks:
+        chunk.config.overlap_moe_expert_parallel_comm = combined
         chunk.config.deallocate_pipeline_outputs = True  # outputs are replaced behind the graph's back
     optimizer = torch.optim.SGD([parameter for chunk in chunks for parameter in chunk.parameters()], lr=0.5)
     function = get_forward_backward_func()
@@ -44,7 +49,7 @@ def train(*, captured: bool) -> tuple[Any, ...]:
     for _ in range(4):
         reports = call(
             forward_step_func=forward_step,
-            data_iterator=[batches(4) for _ in chunks],
+            data_iterator=[batches(4) for _ in chunks] if vpp else batches(4),
             model=chunks,
             num_microbatches=4,
             seq_length=SEQUENCE,
@@ -59,8 +64,13 @@ def train(*, captured: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.world_size(2)
-def test_an_interleaved_pipeline_replays(device):
+@pytest.mark.parametrize(("combined", "vpp"), [(False, 2), (True, 2), (True, None)])
+def test_a_pipeline_replays(device, combined, vpp):
     if torch.distributed.get_backend() == "gloo" and device.type == "cuda":
         pytest.skip("gloo copies through the host, which no CUDA graph captures: run one rank per GPU")
-    with parallel(**SIZES, expert_model_parallel_size=1, graphable_random_state=True):
-        torch.testing.assert_close(train(captured=True), train(captured=False), rtol=0, atol=0)
+    with (
+        combined_1f1b.install(),
+        parallel(**sizes(vpp), expert_model_parallel_size=1, graphable_random_state=True),
+    ):
+        reference = train(captured=False, combined=False, vpp=vpp)
+        torch.testing.assert_close(train(captured=True, combined=combined, vpp=vpp), reference, rtol=0, atol=0)
