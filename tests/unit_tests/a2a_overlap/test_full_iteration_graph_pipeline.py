@@ -1,4 +1,4 @@
-"""A whole iteration of a pipeline in one CUDA graph, transfers between stages included, with our schedule or without."""
+"""A whole iteration of a pipeline in one CUDA graph, transfers between stages included, ours and Megatron's."""
 
 from __future__ import annotations
 
