@@ -15,6 +15,7 @@ from combined_1f1b.errors import ConfigError
 from combined_1f1b.fsdp_adapter import mfsdp_v2
 from combined_1f1b.fsdp_adapter.optimizer import prepare_optimizer
 from combined_1f1b.fsdp_adapter.schedule_driver import ScheduleDriver, Unit
+from combined_1f1b.fsdp_adapter.shared_embedding import SharedEmbedding, copied_weight
 from combined_1f1b.fsdp_adapter.units import UnitModule, hook_units, innermost, schedule_units
 from combined_1f1b.fsdp_adapter.wrapper import ShardedDataParallel
 
@@ -32,7 +33,8 @@ def shard_model(
     """Shard a model in place over the data-parallel ranks with MFSDP v2, and wrap it for Megatron.
 
     Dense parameters are sharded over the data-parallel ranks (context parallel ranks included), expert-parallel
-    ones over the expert-data-parallel ranks.
+    ones over the expert-data-parallel ranks. Pipeline stages with copies of the word embedding compare them: the first
+    and the last stage must call this at the same time.
 
     Args:
         model: a megatron.core GPTModel, a Float16Module around one, or a list of such chunks.
@@ -65,12 +67,14 @@ def shard_model(
     policy = mixed_precision or mfsdp_v2.MixedPrecisionPolicy(
         main_params_dtype=torch.float32, main_grads_dtype=torch.float32
     )
+    copies = [copied_weight(innermost(chunk), meshes.dense) for chunk in chunks]
     shared_context = None
     wrappers = []
-    for chunk, units in zip(chunks, units_of_chunks, strict=True):
+    for chunk, units, copied in zip(chunks, units_of_chunks, copies, strict=True):
         root = innermost(chunk)
         device = next(root.parameters()).device
-        _attach_units(units, config, meshes, policy, is_hooked=register_hooks)
+        alone = copied.weight if copied is not None else None
+        _attach_units(units, config, meshes, policy, is_hooked=register_hooks, alone=alone)
         if register_hooks:
             context = mfsdp_v2.HookedContext(device, root)
         else:
@@ -82,7 +86,7 @@ def shard_model(
             driven = tuple(Unit(unit.name, unit.module, meshes.factor(unit, config)) for unit in units)
             # A tied weight is read while the module that owns it is not running.
             used_outside = ("embedding", "output_layer") if root.share_embeddings_and_output_weights else ()
-            driver = ScheduleDriver(driven, context, used_outside=used_outside)
+            driver = ScheduleDriver(driven, context, used_outside=used_outside, unread=_unread_units(root))
         wrappers.append(
             ShardedDataParallel(
                 config=config,
@@ -91,6 +95,7 @@ def shard_model(
                 units=tuple(unit.module for unit in units),
                 driver=driver,
                 dense_size=meshes.dense.size(),
+                shared_embedding=SharedEmbedding(copied) if copied is not None else None,
             )
         )
     return wrappers if isinstance(model, Sequence | nn.ModuleList) else wrappers[0]
@@ -116,10 +121,24 @@ class _Meshes:
         )
 
 
-def _attach_units(units: tuple[UnitModule, ...], config: Any, meshes: _Meshes, policy: Any, *, is_hooked: bool) -> None:
+def _unread_units(model: Any) -> tuple[str, ...]:
+    """A last stage with multi-token prediction ties its output layer to its copy of the embedding, and has both."""
+    is_tied_to_copy = model.share_embeddings_and_output_weights and model.mtp_process and not model.pre_process
+    return ("output_layer",) if is_tied_to_copy else ()
+
+
+def _attach_units(
+    units: tuple[UnitModule, ...],
+    config: Any,
+    meshes: _Meshes,
+    policy: Any,
+    *,
+    is_hooked: bool,
+    alone: nn.Parameter | None,
+) -> None:
     mixin = mfsdp_v2.HookedModule if is_hooked else mfsdp_v2.ScheduledModule
     for unit in units:
-        mfsdp_v2.attach(unit.module, mixin, mesh=meshes.of(unit), mixed_precision=policy)
+        mfsdp_v2.attach(unit.module, mixin, mesh=meshes.of(unit), mixed_precision=policy, alone=alone)
         if is_hooked:
             unit.module.gradient_factor = meshes.factor(unit, config)  # type: ignore[assignment]
 

@@ -44,6 +44,7 @@ SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
             "_name",
             "_unshard_event",
             "_num_trainable_parameters",
+            "_parameter_groups",
             "_ready_grad_parameters",
             "_make_grad_hook",
             "_register_hooks",
@@ -194,9 +195,13 @@ class HookedModule(FsdpModule):  # type: ignore[misc, valid-type]
         self.register_forward_hook(lambda _module, _arguments, _output: self.post_forward())
         self.register_full_backward_pre_hook(lambda _module, _gradients: self.pre_backward())
         for group in self.parameter_groups:
-            if group.requires_grad:
-                for parameter in group.unsharded_parameters:
-                    parameter.register_post_accumulate_grad_hook(self._make_grad_hook(parameter))
+            self.watch(group)
+
+    def watch(self, group: Any) -> None:
+        """Let each gradient of a group count towards the module's post_backward."""
+        if group.requires_grad:
+            for parameter in group.unsharded_parameters:
+                parameter.register_post_accumulate_grad_hook(self._make_grad_hook(parameter))
 
     def _lazy_init_context(self) -> None:
         assert self._context is not None, "the context is built eagerly, with the wrapper"
@@ -239,7 +244,14 @@ class HookedModule(FsdpModule):  # type: ignore[misc, valid-type]
         reduce_gradients(self, factor=self.gradient_factor, is_last=self.context.is_last_microbatch)
 
 
-def attach(module: nn.Module, mixin: type[Any], *, mesh: DeviceMesh, mixed_precision: Any) -> None:
+def attach(
+    module: nn.Module,
+    mixin: type[Any],
+    *,
+    mesh: DeviceMesh,
+    mixed_precision: Any,
+    alone: nn.Parameter | None = None,
+) -> None:
     """Put a module under MFSDP in place: it owns the parameters of its subtree that no unit below it owns.
 
     Args:
@@ -247,19 +259,25 @@ def attach(module: nn.Module, mixin: type[Any], *, mesh: DeviceMesh, mixed_preci
         mixin: ``ScheduledModule`` or ``HookedModule``.
         mesh: one-dimensional mesh to shard over.
         mixed_precision: MFSDP's ``MixedPrecisionPolicy``.
+        alone: a parameter that gets a group of its own if the module owns it, so that its shards depend on its shape
+            and the mesh only.
     """
     placement = _modules["experimental.placement"]
     flat = [placement.Flat()]
+    sharding = {
+        "mesh": mesh,
+        "placements": placement.Placements(dp_axes=[0], parameter=flat, gradient=flat, optimizer=flat),
+        "mixed_precision_policy": mixed_precision,
+    }
     original_class = module.__class__
     attributes = {id(parameter): dict(vars(parameter)) for parameter in module.parameters()}
+    alone_name = next((name for name, parameter in module.named_parameters() if parameter is alone), None)
     module.__class__ = type(f"{mixin.__name__}{original_class.__name__}", (mixin, original_class), {})
     try:
-        FsdpModule.__init__(
-            module,
-            mesh=mesh,
-            placements=placement.Placements(dp_axes=[0], parameter=flat, gradient=flat, optimizer=flat),
-            mixed_precision_policy=mixed_precision,
-        )
+        if alone_name is None:
+            FsdpModule.__init__(module, **sharding)
+        else:
+            _attach_with_one_alone(module, alone_name, sharding)
     except Exception:
         module.__class__ = original_class
         raise
@@ -268,6 +286,23 @@ def attach(module: nn.Module, mixin: type[Any], *, mesh: DeviceMesh, mixed_preci
             # MFSDP drops what Megatron wrote on its parameters; optimizers, norms and TP reductions read it.
             for name, value in attributes[id(unsharded)].items():
                 setattr(sharded, name, value)
+
+
+def _attach_with_one_alone(module: Any, name: str, sharding: dict[str, Any]) -> None:
+    owner_name, _, own_name = name.rpartition(".")
+    owner = module.get_submodule(owner_name)
+    parameter = owner._parameters[own_name]
+    owner._parameters[own_name] = None  # MFSDP passes it by
+    try:
+        FsdpModule.__init__(module, **sharding)
+    finally:
+        owner._parameters[own_name] = parameter
+    group = FsdpParameterGroup(owning_module=module, parameters={name: parameter}, **sharding)
+    module._parameter_groups = (*module._parameter_groups, group)
+    if group.requires_grad:
+        module._num_trainable_parameters += 1
+    if isinstance(module, HookedModule):
+        module.watch(group)
 
 
 def attach_context(context: Any, root: nn.Module) -> None:
@@ -303,6 +338,13 @@ def fill_missing_gradients(group: Any) -> None:
     for parameter in group.unsharded_parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+
+
+def fill_missing_reduced_gradients(group: Any) -> None:
+    """Give a group without reduced gradients zeros."""
+    if group.requires_grad and not has_gradients(group):
+        group.main_grad.local_buffer.zero_()
+        group._install_sharded_grads()
 
 
 def reduce_gradients(module: Any, *, factor: float, is_last: bool) -> None:

@@ -97,6 +97,12 @@ def _check_step(optimizer: torch.optim.Optimizer, wrapper: ShardedDataParallel) 
             f"optimizer.step(): units {', '.join(gathered)} are gathered, and their full weights would go stale; "
             "step only after the forward-backward function has returned"
         )
+    if wrapper.shared_embedding is not None and wrapper.shared_embedding.is_pending:
+        raise ConfigError(
+            f"optimizer.step(): the gradient of {wrapper.shared_embedding.name} lacks what the other pipeline stages "
+            "with a copy of it contribute; set config.finalize_model_grads_func, or call finish_grad_sync() on every "
+            "wrapper after the forward-backward function"
+        )
     optimized = {id(parameter) for parameter in _parameters_of(optimizer)}
     for name, parameter in wrapper.named_sharded_parameters():
         if id(parameter) in optimized and parameter.requires_grad and parameter.grad is None:

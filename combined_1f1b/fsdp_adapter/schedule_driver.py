@@ -56,7 +56,12 @@ class ScheduleDriver:
     """Executes GATHER, FREE, REDUCE and BEGIN_BACKWARD on one chunk's units (see ``protocol.ShardingDriver``)."""
 
     def __init__(
-        self, units: tuple[Unit, ...], context: mfsdp_v2.ScheduledContext, *, used_outside: tuple[str, ...] = ()
+        self,
+        units: tuple[Unit, ...],
+        context: mfsdp_v2.ScheduledContext,
+        *,
+        used_outside: tuple[str, ...] = (),
+        unread: tuple[str, ...] = (),
     ) -> None:
         """Drive the units that own parameters.
 
@@ -64,9 +69,11 @@ class ScheduleDriver:
             units: the units, a layer's experts before the layer, otherwise in forward order.
             context: the context that all of them share.
             used_outside: units whose parameters are read while their module is not running.
+            unread: units whose parameters nothing reads: no plan names them, and their gradients are zero.
         """
         self.context = context
-        self._units = {unit.name: unit for unit in units if unit.groups}
+        self._units = {unit.name: unit for unit in units if unit.groups and unit.name not in unread}
+        self._unread_groups = tuple(group for unit in units if unit.name in unread for group in unit.groups)
         self._used_outside = tuple(name for name in used_outside if name in self._units)
         self._is_recording = False
         self._overwrites = True
@@ -162,6 +169,8 @@ class ScheduleDriver:
         """Join the gather and the reduction stream; every unit must be free."""
         self._join()
         assert not self.gathered_units, f"the plan left units {self.gathered_units} gathered"
+        for group in self._unread_groups:
+            mfsdp_v2.fill_missing_reduced_gradients(group)
 
     def abort(self) -> None:
         """Bring a failed iteration's units back to rest: joined, free, without unreduced gradients.

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from combined_1f1b.errors import ConfigError
 from combined_1f1b.fsdp_adapter import mfsdp_v2
 from combined_1f1b.fsdp_adapter.schedule_driver import ScheduleDriver
+from combined_1f1b.fsdp_adapter.shared_embedding import SharedEmbedding
 
 _FLAG = "overlap_moe_expert_parallel_comm"
 
@@ -29,6 +30,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         module: the wrapped chunk, precision wrappers included.
         context: MFSDP's context: streams and the order of units.
         ddp_config: what Megatron's gradient finalisation reads of a wrapper.
+        shared_embedding: the chunk's copy of a word embedding that other pipeline stages hold too, or None.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         units: tuple[nn.Module, ...],
         driver: ScheduleDriver | None,
         dense_size: int,
+        shared_embedding: SharedEmbedding | None = None,
     ) -> None:
         """Wrap a chunk that ``shard_model`` has sharded.
 
@@ -50,8 +53,10 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
             units: the modules that own parameter groups, innermost first.
             driver: the driver of a chunk that a schedule drives; None if MFSDP's hooks drive it.
             dense_size: ranks in the dense data-parallel group.
+            shared_embedding: the chunk's copy of a word embedding that other pipeline stages hold too.
         """
         super().__init__(config=config, module=module)
+        self.shared_embedding = shared_embedding
         self.context = context
         # Megatron's finalisation then works on local shards in place. Its other path calls DTensor.full_tensor(),
         # which is wrong for MFSDP's uneven shards.
@@ -104,6 +109,8 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
             ConfigError: a training forward in the mode that the model was not sharded for.
         """
         is_overlapped = bool(getattr(self.config, _FLAG, False))
+        if self.shared_embedding is not None and self.training and torch.is_grad_enabled():
+            self.shared_embedding.begin()
         if self._driver is None:
             if is_overlapped and self.training and torch.is_grad_enabled():
                 raise ConfigError.of(
@@ -145,8 +152,13 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
     def start_grad_sync(self, *unused: Any) -> None:
         """Nothing to start: each micro-batch's backward reduces its gradients."""
 
-    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Nothing to finish: gradients are reduced, bound and joined when the backward of the iteration returns."""
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:  # noqa: ARG002 (the signature is Megatron's)
+        """Add the gradients of a word embedding that several pipeline stages hold copies of, once per iteration.
+
+        All others are reduced, bound and joined when the backward of the iteration returns.
+        """
+        if self.shared_embedding is not None:
+            self.shared_embedding.exchange()
 
     def start_param_sync(  # the signature is Megatron's
         self,
@@ -173,6 +185,8 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
     def rebind_gradients(self) -> None:
         """Point every ``.grad`` at its reduced gradient again, after a replay that ran no Python."""
         mfsdp_v2.rebind_gradients(self.groups)
+        if self.shared_embedding is not None:
+            self.shared_embedding.replayed()
 
     def broadcast_params(self) -> None:
         """Refuse: every shard exists once, so replicas that differed were lost when the model was sharded.

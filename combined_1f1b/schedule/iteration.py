@@ -163,8 +163,9 @@ class Iteration:
         ]
         self._num_microbatches = count
         self._carried = Carried({}, {})
-        # The unit "root" is no stage; only a chunk with multi-token prediction has it, and that is the last one.
-        chunk_of = {"root": -1} | self.plan.shape.chunk_of
+        # With multi-token prediction the last chunk has two units that are no stage of it, "root" and "embedding".
+        chunk_of = {unit: number for number, driver in enumerate(drivers) for unit in driver.units}
+        chunk_of |= self.plan.shape.chunk_of
         step_of = {name: self.steps[number] for name, number in chunk_of.items()}
         own = handlers_of(step_of, self._driver)
         around = _LEFT_TO_MEGATRON if transfers is None else transfers(self, own)

@@ -84,7 +84,7 @@ def build(
     config = kind(**{**BASE, **changes})
     engine = {"use_transformer_engine": use_transformer_engine}
     spec = get_gpt_decoder_block_spec(config, vp_stage=vp_stage, **engine)
-    mtp = get_gpt_mtp_block_spec(config, spec, **engine) if config.mtp_num_layers else None
+    mtp = get_gpt_mtp_block_spec(config, spec, vp_stage=vp_stage, **engine) if config.mtp_num_layers else None
     seed(11)
     model = GPTModel(
         config,

@@ -17,6 +17,9 @@ LAYOUTS = {"virtual stages": 2, "one chunk a rank": 1}
 CASES: dict[str, dict[str, Any]] = {
     "dropless": {},
     "dense last": {"moe_layer_freq": [1, 1, 1, 0]},
+    "tied": {"share_embeddings_and_output_weights": True},
+    "multi-token prediction": {"mtp_num_layers": 1},
+    "multi-token prediction, tied": {"mtp_num_layers": 1, "share_embeddings_and_output_weights": True},
     "shared experts, per-token loss": {"moe_shared_expert_intermediate_size": 16, "calculate_per_token_loss": True},
 }
 STEPS = 2
