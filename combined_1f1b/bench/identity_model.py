@@ -92,9 +92,10 @@ class _IdentityAttention(torch.nn.Module):
 class IdentityLayer(TransformerLayer):
     """What the schedules look at in a layer; a TransformerLayer without its parts, which need process groups."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, number: int) -> None:
         torch.nn.Module.__init__(self)
         self.config = config
+        self.layer_number = number
         self.is_moe_layer = True
         self.mlp = _IdentityExperts()
         self.self_attention = _IdentityAttention()
@@ -131,7 +132,8 @@ class IdentityModel(torch.nn.Module):
         )
         self.weight = torch.nn.Parameter(torch.zeros(0))
         self.decoder = torch.nn.Module()
-        self.decoder.layers = torch.nn.ModuleList(IdentityLayer(self.config) for _ in range(num_layers))
+        layers = (IdentityLayer(self.config, number) for number in range(1, num_layers + 1))
+        self.decoder.layers = torch.nn.ModuleList(layers)
         self.decoder.final_layernorm = None
         self.decoder.input_tensor = None
         self.pg_collection = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))

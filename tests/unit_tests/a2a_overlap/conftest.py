@@ -21,8 +21,13 @@ def pytest_collection_modifyitems(items):
     """Skip, with the reason, what needs another number of ranks."""
     for item in items:
         marker = item.get_closest_marker("world_size")
-        if marker is not None and WORLD_SIZE not in marker.args:
-            wanted = " or ".join(str(size) for size in marker.args)
+        if marker is None:
+            continue
+        sizes = marker.args
+        if torch.cuda.is_available() and "on_gpu" in marker.kwargs:
+            sizes = (*sizes, marker.kwargs["on_gpu"])
+        if WORLD_SIZE not in sizes:
+            wanted = " or ".join(str(size) for size in sizes)
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted} ranks, this run has {WORLD_SIZE}"))
 
 

@@ -47,7 +47,7 @@ def weight_ops() -> int:
     return sum(op.kind is Kind.WEIGHT for op in combined_1f1b.last_step().plan.ops)
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("paired", [False, True], ids=["plain", "head and tail paired"])
 def test_losses_gradients_and_parameters_keep_their_bits(changes, paired):
@@ -87,7 +87,7 @@ def test_every_linear_of_a_layer_is_split(monkeypatch):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 @pytest.mark.parametrize("frozen", ["embedding", "layers.0.", "experts"])
 def test_frozen_weights_stay_frozen_and_others_keep_their_bits(frozen):
     def freeze(model: torch.nn.Module) -> torch.nn.Module:
@@ -98,7 +98,7 @@ def test_frozen_weights_stay_frozen_and_others_keep_their_bits(frozen):
     assert_parity(prepare=freeze, **DELAYED)
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 @pytest.mark.parametrize("settings", [{}, {"use_distributed_optimizer": True, "overlap_grad_reduce": True}])
 @pytest.mark.parametrize("paired", [False, True], ids=["plain", "head and tail paired"])
 def test_hooks_of_megatrons_ddp_fire_with_the_weight_op(settings, paired):
@@ -107,7 +107,7 @@ def test_hooks_of_megatrons_ddp_fire_with_the_weight_op(settings, paired):
     assert_same(reference, train_ddp(flags=(True,) * 3, settings=settings, **DELAYED))
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 @pytest.mark.parametrize("paired", [False, True], ids=["plain", "head and tail paired"])
 def test_a_sharded_unit_is_reduced_after_its_weight_gradients(paired):
     combined_1f1b.install(combined_1f1b.OverlapOptions(pair_head_and_tail=paired))

@@ -101,7 +101,7 @@ def assert_same_bits(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 @pytest.mark.parametrize("kind", ["sharded", "ddp", "plain"])
 def test_training_and_evaluation_of_two_models_in_one_process(kind):
     def history(captured):
@@ -365,7 +365,7 @@ class Failing:
         return output, (lambda tensor: (tensor.mean() * tensor.sum().item(), {})) if cause == "item" else loss
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 @pytest.mark.parametrize(("kind", "cause"), [("sharded", "user"), ("sharded", "event"), ("plain", "item")])
 def test_a_failed_capture_names_the_op_and_leaves_everything_as_it_was(kind, cause):
     eager = Trainer(kind=kind, captured=False, hidden_dropout=0.1)
@@ -424,7 +424,7 @@ def wrapper():
         buffers.clear()
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 @pytest.mark.parametrize("kind", ["sharded", "plain"])
 def test_megatrons_own_wrapper_works_around_the_schedule(kind, wrapper):
     trainer, eager = Trainer(kind=kind, captured=False), Trainer(kind=kind, captured=False)

@@ -31,7 +31,7 @@ CASES = {
 }
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 @pytest.mark.parametrize("name", CASES)
 def test_both_modes_train_to_the_same_bits(device, name):
     ranks = torch.distributed.get_world_size()
@@ -53,7 +53,7 @@ def test_both_modes_train_to_the_same_bits(device, name):
             assert differing(driven.full_parameters(), by_hooks.full_parameters()) == set()
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 def test_a_parameter_that_no_backward_uses_gets_zeros_and_its_module_comes_to_rest(device):
     with parallel():
         model = build()
@@ -65,7 +65,7 @@ def test_a_parameter_that_no_backward_uses_gets_zeros_and_its_module_comes_to_re
         assert mfsdp_v2.unsharded_bytes(wrapped.groups) == 0
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 @pytest.mark.parametrize(
     "frozen", ["decoder.layers.1.", "decoder.layers.0.", "embedding.", "decoder.layers.2.mlp.experts."]
 )
@@ -80,7 +80,7 @@ def test_frozen_modules_are_whole_in_their_own_backward_and_free_after_it(device
         assert wrapped.gathered_units() == ()
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 def test_the_reduction_stream_is_forked_once_per_backward(device, monkeypatch):
     with parallel():
         wrapped = shard(build(), register_hooks=True)
@@ -111,7 +111,7 @@ def test_hooks_equal_plain_training_over_their_own_buffers_with_two_expert_repli
         assert differing(wrapped.full_gradients(), plain.gradients()) == set()
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 def test_a_failed_iteration_can_be_run_again(device, moment):
     with parallel():

@@ -12,7 +12,7 @@ from combined_1f1b.fsdp_adapter import mfsdp_v2
 from combined_1f1b.fsdp_adapter.data_parallel import prepare_optimizer
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
 def test_compute_weights_follow_the_step(device, make_optimizer):
     with parallel():
@@ -29,7 +29,7 @@ def test_compute_weights_follow_the_step(device, make_optimizer):
                     assert torch.equal(parameter, full[prefix + name].bfloat16()), name
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 @pytest.mark.parametrize("implementation", ["foreach", "fused"])
 def test_one_optimizer_steps_dense_and_expert_meshes_together(device, implementation):
     with parallel(expert_model_parallel_size=torch.distributed.get_world_size()):
@@ -49,7 +49,7 @@ def test_one_optimizer_steps_dense_and_expert_meshes_together(device, implementa
             torch.testing.assert_close(results[1][name], parameter, rtol=0.0, atol=tolerance, msg=name)
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 def test_gradients_of_another_type_are_cast_for_the_step_and_put_back(device):
     with parallel():
         policy = mfsdp_v2.MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.bfloat16)
@@ -90,7 +90,7 @@ def test_a_step_with_a_gathered_unit_is_refused(device):
         optimizer.step()
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 def test_frozen_parameters_need_no_gradient_and_keep_their_values(device):
     with parallel():
         wrapped = shard(freeze(build(), "decoder.layers.0."))

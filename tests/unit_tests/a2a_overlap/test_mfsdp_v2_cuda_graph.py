@@ -85,21 +85,21 @@ def assert_same_bits(found: list[dict[str, torch.Tensor]], expected: list[dict[s
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 @pytest.mark.parametrize("steps", [SHORT, LONG])
 @pytest.mark.parametrize("combined", [True, False])
 def test_ep_overlap_full_iteration_cuda_graph_matches_default_schedule(combined, steps):
     assert_same_bits(train(combined=combined, captured=True, steps=steps), reference())
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 def test_dropout_draws_what_eager_iterations_draw():
     found = train(combined=True, captured=True, steps=SHORT, **DROPOUT)
     assert_same_bits(found, reference(has_dropout=True))
     assert not torch.equal(found[-1]["losses"], reference()[SHORT - 1]["losses"])
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 def test_pre_backward_is_what_makes_the_capture_legal(monkeypatch):
     """Mutation: when it does nothing, the first reduction runs on a stream outside the capture."""
     from combined_1f1b.fsdp_adapter.mfsdp_v2 import ScheduledContext

@@ -13,7 +13,7 @@ from parity_testing import EXPERT_SIZE, Training, assert_same, forward_step, run
 from test_parity_mfsdp import assert_same_sharded
 
 import combined_1f1b
-from combined_1f1b.schedule.step import Step
+from combined_1f1b.schedule import iteration as schedule_iteration
 
 TIED = {"share_embeddings_and_output_weights": True, "mtp_num_layers": 1}
 
@@ -153,9 +153,9 @@ def test_after_a_failure_at_any_kind_of_op_a_retry_gives_the_same_bits(monkeypat
     last: dict[str, int] = {}
     for index, op in enumerate(combined_1f1b.last_step().plan.ops):
         last[op.name.translate(str.maketrans("", "", "0123456789"))] = index
-    handlers = Step.handlers
+    handlers = schedule_iteration.handlers_of
 
-    def failing(step, *, at):
+    def failing(*arguments, at):
         def wrap(handler):
             def call(issue):
                 references = handler(issue)
@@ -165,12 +165,12 @@ def test_after_a_failure_at_any_kind_of_op_a_retry_gives_the_same_bits(monkeypat
 
             return call
 
-        return {kind: wrap(handler) for kind, handler in handlers(step).items()}
+        return {kind: wrap(handler) for kind, handler in handlers(*arguments).items()}
 
     assert len(last) > (20 if sharded else 10)
     for name, index in last.items():
         with monkeypatch.context() as patch:
-            patch.setattr(Step, "handlers", lambda step, at=index: failing(step, at=at))
+            patch.setattr(schedule_iteration, "handlers_of", lambda *arguments, at=index: failing(*arguments, at=at))
             with pytest.raises(OSError, match="out of luck"):
                 attempt()
         clear()

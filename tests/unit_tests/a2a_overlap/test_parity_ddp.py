@@ -77,7 +77,7 @@ def train_ddp(
     return result
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_and_parameters(name, model):

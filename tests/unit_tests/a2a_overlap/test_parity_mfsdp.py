@@ -79,7 +79,7 @@ def assert_parity(*, num_microbatches: int = 4, **case: Any) -> None:
     assert combined_1f1b.last_step().forward_backward_pairs == num_microbatches - 1
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_gradients_and_parameters_are_those_of_hook_driven_mfsdp(name):
     assert_parity(**CASES[name])

@@ -109,7 +109,7 @@ def test_models(name, wrapper, pair):
     assert len(checker.streams) == (2 if wrapper == "none" else 4)
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, on_gpu=1)
 @pytest.mark.parametrize("wrapper", ["none", "ddp", "mfsdp"])
 def test_two_steps_and_an_evaluation(wrapper):
     with prepared(wrapper=wrapper, pair=True) as step, host.checking_races():
