@@ -6,23 +6,29 @@ from typing import Any
 
 import pytest
 import torch
-from host_models import config_of, differing, parallel, seed
+from host_models import differing
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
-from pipeline_testing import Stages, run_pipeline
+from mfsdp_pipeline_testing import build_chunks, evaluate, named, optimizer_of, run, shard, train, two_stages
+from parity_testing import FP32
 
 import combined_1f1b
 
-LAYOUTS = {"virtual stages": 2, "one chunk a rank": 1}
+TIED = {"share_embeddings_and_output_weights": True}
 CASES: dict[str, dict[str, Any]] = {
-    "dropless": {},
-    "dense last": {"moe_layer_freq": [1, 1, 1, 0]},
-    "tied": {"share_embeddings_and_output_weights": True},
-    "multi-token prediction": {"mtp_num_layers": 1},
-    "multi-token prediction, tied": {"mtp_num_layers": 1, "share_embeddings_and_output_weights": True},
-    "shared experts, per-token loss": {"moe_shared_expert_intermediate_size": 16, "calculate_per_token_loss": True},
+    "vpp, tied": {"vpp": 2, "ep": 2, **TIED},
+    "vpp, multi-token prediction, tied": {"vpp": 2, "ep": 2, "mtp_num_layers": 1, **TIED},
+    "vpp, dense last, no expert parallelism": {"vpp": 2, "ep": 1, "moe_layer_freq": [1, 1, 1, 0]},
+    "tied, loss per token, no expert parallelism": {"vpp": 1, "ep": 1, "calculate_per_token_loss": True, **TIED},
+    "multi-token prediction": {"vpp": 1, "ep": 2, "mtp_num_layers": 1},
+    "dense first, shared experts": {
+        "vpp": 1, "ep": 2, "moe_layer_freq": [0, 1, 1, 1], "moe_shared_expert_intermediate_size": 16,
+    },
+}  # fmt: skip
+CASES_OF_ONE_DATA_PARALLEL_RANK: dict[str, dict[str, Any]] = {
+    "vpp, frozen tied embedding": {"vpp": 2, "frozen": "word_embeddings.weight", "mtp_num_layers": 1},
+    "vpp, delayed weight gradients": {"vpp": 2, "delayed": True},
+    "delayed weight gradients, tied": {"vpp": 1, "delayed": True, **TIED},
 }
-STEPS = 2
 
 
 @pytest.fixture(autouse=True)
@@ -31,62 +37,65 @@ def installed(device):
         yield
 
 
-def experts() -> int:
-    return torch.distributed.get_world_size() // 2
-
-
-def two_stages(vpp: int) -> Any:
-    """Groups of two pipeline stages, with as many expert ranks as there are data-parallel ranks."""
-    virtual = {"virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {}
-    return parallel(pipeline_model_parallel_size=2, expert_model_parallel_size=experts(), **virtual)
-
-
-def shard(chunks: list[Any], *, combined: bool, **arguments: Any) -> list[Any]:
-    config = config_of(chunks)
-    for chunk in chunks:
-        config_of(chunk).overlap_moe_expert_parallel_comm = combined
-        config_of(chunk).finalize_model_grads_func = finalize_model_grads
-    return combined_1f1b.shard_model(chunks, config, **arguments)
-
-
-def named(wrapped: list[Any], method: str) -> dict[str, torch.Tensor]:
-    return {f"{number}.{name}": t for number, one in enumerate(wrapped) for name, t in getattr(one, method)().items()}
-
-
-def train(
-    vpp: int, *, combined: bool, per_chunk: bool = False, **changes: Any
-) -> tuple[list[Any], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """AdamW steps on fresh chunks; losses, full gradients per step and full parameters of this rank's stages."""
-    wrapped = shard(Stages(pp=2, vpp=vpp, changes={"num_layers": 4, **changes}).build(), combined=combined)
-    optimizer = torch.optim.AdamW([p for one in wrapped for p in one.parameters()], lr=1e-2)
-    for one in wrapped if per_chunk else [wrapped]:
-        combined_1f1b.prepare_optimizer(optimizer, one)
-    losses, gradients = [], []
-    for number in range(STEPS):
-        seed(3 + number)
-        losses += [report["loss"] for report in run_pipeline(wrapped, num_microbatches=4)]
-        gradients.append(named(wrapped, "full_gradients"))
-        assert not any(one.gathered_units() for one in wrapped)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, gradients, named(wrapped, "full_parameters")
-
-
-def assert_parity(vpp: int, **case: Any) -> None:
-    (losses, gradients, parameters), ours = (train(vpp, combined=combined, **case) for combined in (False, True))
-    assert len(losses) == 4 * STEPS * parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    assert losses == ours[0]
-    for step, our_step in zip(gradients, ours[1], strict=True):
+def assert_parity(*, vpp: int, ep: int = 1, delayed: bool = False, **case: Any) -> None:
+    """Train both ways, ours with evaluations, one call of prepare_optimizer per chunk and Megatron's no_sync."""
+    delay = {"delay_wgrad_compute": True, "overlap_moe_expert_parallel_comm": True} if delayed else {}
+    with two_stages(vpp=vpp, ep=ep):
+        reference = train(shard(build_chunks(vpp=vpp, **case), combined=False))
+        wrapped = shard(build_chunks(vpp=vpp, **case, **delay), combined=True, no_sync=True)
+        ours = train(wrapped, per_chunk=True)
+        is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        assert len(reference.losses) == 8 * is_last
+    assert reference.losses == ours.losses
+    for step, our_step in zip(reference.gradients, ours.gradients, strict=True):
         assert differing(step, our_step) == set()
-    assert differing(parameters, ours[2]) == set()
+    assert differing(reference.parameters, ours.parameters) == set()
     report = combined_1f1b.last_step()
     assert report.sharded
     assert report.forward_backward_pairs > 0
 
 
-@pytest.mark.world_size(2, 4)
-@pytest.mark.parametrize("vpp", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-def test_losses_gradients_and_parameters_are_those_of_hook_driven_mfsdp(vpp, changes):
-    with two_stages(vpp):
-        assert_parity(vpp, per_chunk=bool(changes), **changes)
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_losses_gradients_and_parameters_are_those_of_hook_driven_mfsdp(case):
+    assert_parity(**case)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", CASES_OF_ONE_DATA_PARALLEL_RANK.values(), ids=CASES_OF_ONE_DATA_PARALLEL_RANK)
+def test_where_each_stage_is_one_rank_too(case):
+    assert_parity(**case)
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("vpp", [2, 1])
+def test_evaluation_between_steps_changes_nothing_and_gives_the_same_losses(vpp):
+    with two_stages(vpp=vpp, ep=2):
+        wrapped = shard(build_chunks(vpp=vpp, **TIED), combined=True)
+        optimizer = optimizer_of(wrapped)
+        for _ in range(2):
+            before = named(wrapped, "full_parameters")
+            evaluated = evaluate(wrapped)
+            assert not any(one.gathered_units() for one in wrapped)
+            assert differing(before, named(wrapped, "full_parameters")) == set()
+            assert evaluated == run(wrapped)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.world_size(2)
+def test_states_of_all_chunks_are_those_of_the_unsharded_model_and_load_again():
+    with two_stages(vpp=2):
+        plain = [chunk.state_dict() for chunk in build_chunks(vpp=2, **FP32, **TIED)]
+        wrapped = shard(build_chunks(vpp=2, **FP32, **TIED), combined=True)
+        states = [one.state_dict() for one in wrapped]
+        for state, expected in zip(states, plain, strict=True):
+            assert state.keys() == expected.keys()
+            assert all(torch.equal(state[k], v) for k, v in expected.items() if isinstance(v, torch.Tensor))
+        optimizer = optimizer_of(wrapped)
+        losses = run(wrapped)
+        optimizer.step()
+        for one, state in zip(wrapped, states, strict=True):
+            one.zero_grad_buffer()
+            one.load_state_dict(state)
+        assert run(wrapped) == losses
