@@ -15,7 +15,9 @@ from combined_1f1b.schedule import Plan
 pytestmark = pytest.mark.world_size(1)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["compare", "--help"], ["plan", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["compare", "--help"], ["plan", "--help"], ["bench", "--help"]]
+)
 def test_help_explains_the_command(capsys, words):
     with pytest.raises(SystemExit) as end:
         main(words)
@@ -23,7 +25,7 @@ def test_help_explains_the_command(capsys, words):
     text = capsys.readouterr().out
     assert "usage: combined_1f1b" in text
     if words == ["--help"]:
-        for command in ("train", "compare", "plan", "simulate", "doctor", "torchrun"):
+        for command in ("train", "compare", "plan", "simulate", "bench", "doctor", "torchrun"):
             assert command in text
 
 
