@@ -8,7 +8,8 @@ import pytest
 import torch
 from host_models import config_of, parallel
 from parity_testing import EXPERT_SIZE, assert_same, run, train
-from test_mfsdp_v2_cuda_graph import assert_same_bits, train_graphed
+from test_mfsdp_v2_cuda_graph import assert_same_bits
+from test_mfsdp_v2_cuda_graph import train as train_graphed
 from test_parity_ddp import train_ddp
 from test_parity_mfsdp import assert_same_sharded, train_sharded
 
