@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import host_models
 import pytest
+import test_mfsdp_v2_cuda_graph
 import torch
 from host_models import config_of, parallel
 from parity_testing import EXPERT_SIZE, assert_same, run, train
@@ -99,9 +101,12 @@ def test_megatrons_ddp(delayed, ddp_delayed):
 
 
 @pytest.mark.parametrize("delayed", [False, True], ids=["whole", "delayed"])
-def test_in_a_graph(delayed):
+def test_in_a_graph(delayed, monkeypatch):
     if torch.distributed.get_world_size() > 1:
         pytest.skip("gloo cannot be captured: run one rank per GPU")
+    # With 8 tokens a replay of Transformer Engine's kernels reads an illegal address, under the default schedule too.
+    for module in (host_models, test_mfsdp_v2_cuda_graph):
+        monkeypatch.setattr(module, "SEQUENCE", 128)
     ours = DELAYED if delayed else {}
     reference = train_graphed(combined=False, captured=False, steps=6, **LAYERS)
     assert_same_bits(train_graphed(combined=True, captured=True, steps=6, **LAYERS, **ours), reference)
