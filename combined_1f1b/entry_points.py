@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from combined_1f1b.config import FLAG, check_config
+from combined_1f1b.errors import ConfigError
 from combined_1f1b.schedule.interleaved import InterleavedIteration, pipeline_of
 from combined_1f1b.schedule.no_pipelining import run_iteration
 from combined_1f1b.schedule.pipeline_order import Call
@@ -217,6 +218,12 @@ def pipelining(installation: Installation, original: Callable[..., Any]) -> Call
             return original(**arguments)
         config = get_model_config(model)
         check_config(config)
+        if find_megatron_fsdp(model) is not None:
+            # Under the flag its hooks wait for Megatron's combined schedule, which does not exist here.
+            raise ConfigError.of(
+                FLAG, True, "the model is wrapped in MFSDP v1, which no combined schedule of pipelines can drive",
+                "use combined_1f1b.shard_model (MFSDP v2), or set it to False before wrapping",
+            )  # fmt: skip
         chunk = installation.chunk(model, is_whole=False)
         if communicator is None and groups is None:
             group = parallel_state.get_pipeline_model_parallel_group()

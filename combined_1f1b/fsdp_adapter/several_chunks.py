@@ -23,6 +23,14 @@ def joined(drivers: Sequence[ShardingDriver]) -> ShardingDriver:
         return drivers[0]
     if all(isinstance(driver, NullSharding) for driver in drivers):
         return drivers[0]
+    unsharded = [number for number, driver in enumerate(drivers) if isinstance(driver, NullSharding)]
+    if unsharded:
+        raise ConfigError.of(
+            "model",
+            f"{len(drivers)} chunks",
+            f"chunks {unsharded} are not sharded and the others are",
+            "pass the list of all chunks to one call of shard_model",
+        )
     streams = {(driver.gather_stream, driver.reduce_stream) for driver in drivers}
     if len(streams) > 1:
         raise ConfigError.of(

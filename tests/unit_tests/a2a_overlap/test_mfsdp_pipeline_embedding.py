@@ -15,6 +15,7 @@ from parity_testing import FP32
 
 import combined_1f1b
 from combined_1f1b.fsdp_adapter import mfsdp_v2
+from combined_1f1b.fsdp_adapter.grad_norm import grad_norm
 from combined_1f1b.fsdp_adapter.shared_embedding import SharedEmbedding
 from combined_1f1b.fsdp_adapter.wrapper import ShardedDataParallel
 
@@ -55,6 +56,7 @@ def test_gradients_are_those_of_megatron_ddp_bitwise(changes, register_hooks):
         wrapped = shard(build_chunks(vpp=1, **FP32, **changes), combined=not register_hooks)
         assert run(wrapped, num_microbatches=1) == losses
         assert differing(named(wrapped, "full_gradients"), expected) == set()
+        assert torch.equal(grad_norm(wrapped, plain.config), grad_norm(ddp, plain.config))  # one copy counts
 
 
 @pytest.mark.world_size(4)
