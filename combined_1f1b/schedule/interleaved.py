@@ -10,6 +10,7 @@ calls, and a call that is not the one that the plan has next is a mistake and ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,12 @@ from combined_1f1b.schedule.step import StepInputs
 def pipeline_of(config: Any, *, size: int, rank: int, chunks: int) -> Pipeline:
     """Where a rank stands, and how Megatron splits the layers over the pipeline stages."""
     stages = [None] if chunks == 1 else list(range(chunks))
-    counts = tuple(get_num_layers_to_build(config, stage, peer) for stage in stages for peer in range(size))
+    layout = config.pipeline_model_parallel_layout
+    if layout is None:
+        layers_of = partial(get_num_layers_to_build, config)
+    else:  # of which Megatron's function would give every stage this rank's numbers
+        layers_of = layout.get_num_layers_to_build
+    counts = tuple(layers_of(vp_stage=stage, pp_rank=peer) for stage in stages for peer in range(size))
     group = config.microbatch_group_size_per_vp_stage if chunks > 1 else None
     return Pipeline(size=size, rank=rank, group=group, layer_counts=counts)
 

@@ -89,6 +89,7 @@ def train(
     combined: bool,
     steps: int = 2,
     num_microbatches: int = 4,
+    step: Callable[..., Any] = forward_step,
     prepare: Callable[[list[Any]], Any] = lambda chunks: chunks,
 ) -> Run:
     """A few SGD steps on fresh, unsharded chunks."""
@@ -104,7 +105,9 @@ def train(
     result = Run()
     for number in range(steps):
         seed(3 + number)
-        result.losses += [report["loss"] for report in run_pipeline(chunks, num_microbatches=num_microbatches)]
+        result.losses += [
+            report["loss"] for report in run_pipeline(chunks, num_microbatches=num_microbatches, step=step)
+        ]
         result.gradients.append({name: p.grad.clone() for name, p in named.items() if p.grad is not None})
         if optimizer is not None:
             optimizer.step()
