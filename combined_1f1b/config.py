@@ -46,6 +46,16 @@ def _refuse_set(flag: str, reason: str, fix: str) -> _Refusal:
     return _Refusal(flag, lambda config: bool(getattr(config, flag, None)), reason, fix)
 
 
+def _recomputes_without_transformer_engine(config: Any) -> bool:
+    modules = {"layernorm", "moe_act", "mla_up_proj", "gdn_norm_out"} & set(config.recompute_modules or ())
+    if config.recompute_granularity != "selective" or not modules:
+        return False
+    from megatron.core.tensor_parallel import random
+
+    # Megatron asks this name for fp8, whatever the config says, and imports it only together with Transformer Engine.
+    return not hasattr(random, "FP8GlobalStateManager")
+
+
 _REFUSALS = (
     _Refusal(
         "num_moe_experts",
@@ -88,6 +98,13 @@ _REFUSALS = (
         lambda config: config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ()),
         "recomputing the whole MoE layer would repeat its all-to-alls inside one node",
         "leave 'moe' out; 'moe_act', 'layernorm' and 'shared_experts' work",
+    ),
+    _Refusal(
+        "recompute_modules",
+        _recomputes_without_transformer_engine,
+        "Megatron recomputes 'layernorm', 'moe_act', 'mla_up_proj' and 'gdn_norm_out' by calls into Transformer "
+        "Engine, which is not installed",
+        "install Transformer Engine, or leave them out",
     ),
     _refuse_set(
         "moe_shared_expert_overlap",

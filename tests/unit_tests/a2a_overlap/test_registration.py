@@ -147,6 +147,20 @@ def test_recomputing_the_whole_moe_layer_is_refused():
         combined_1f1b.enable(config)
 
 
+@pytest.mark.parametrize("module", ["layernorm", "moe_act", "mla_up_proj", "gdn_norm_out"])
+def test_recomputation_that_calls_into_transformer_engine_is_refused_without_it(module, monkeypatch):
+    config = TransformerConfig(**ALONE)
+    config.recompute_modules = [module]
+    name = "megatron.core.tensor_parallel.random.FP8GlobalStateManager"
+    monkeypatch.delattr(name, raising=False)
+    combined_1f1b.enable(config)  # nothing is recomputed
+    config.recompute_granularity = "selective"
+    with pytest.raises(ConfigError, match=rf"recompute_modules=\['{module}'\].*Transformer Engine"):
+        combined_1f1b.enable(config)
+    monkeypatch.setattr(name, object(), raising=False)
+    combined_1f1b.enable(config)
+
+
 def test_fused_operators_of_transformer_engine_are_refused_with_delayed_weight_gradients():
     config = TransformerConfig(**ALONE)
     config.use_transformer_engine_op_fuser = True
