@@ -31,7 +31,8 @@ def prepare_optimizer(
         The same optimizer.
 
     Raises:
-        ConfigError: an optimizer of Megatron's, not a torch optimizer, or one built from unsharded parameters.
+        ConfigError: an optimizer of Megatron's, not a torch optimizer, one built from unsharded parameters, or one that
+            holds none of a wrapper's trainable parameters.
     """
     wrappers = list(wrapped) if isinstance(wrapped, Sequence) else [wrapped]
     _check_optimizer(optimizer)
@@ -88,6 +89,14 @@ def _check_parameters(optimizer: torch.optim.Optimizer, wrapper: Any) -> None:
                     "it holds parameters from before the model was sharded, which no step may update",
                     "build the optimizer from wrapped.parameters(), after shard_model",
                 )
+    trainable = [parameter for _, parameter in wrapper.named_sharded_parameters() if parameter.requires_grad]
+    if trainable and not any(id(parameter) in optimized for parameter in trainable):
+        raise ConfigError.of(
+            "optimizer",
+            type(optimizer).__name__,
+            f"it holds none of the {len(trainable)} trainable parameters of a wrapper, so no step would update them",
+            "build it from the parameters() of every wrapper it is prepared for",
+        )
 
 
 def _check_step(optimizer: torch.optim.Optimizer, wrapper: ShardedDataParallel) -> None:

@@ -118,3 +118,18 @@ def test_what_is_no_torch_optimizer_over_sharded_parameters_is_refused(device):
             prepare_optimizer(object(), wrapped)
         with pytest.raises(ConfigError, match="not a sharded model"):
             prepare_optimizer(sgd(wrapped.parameters()), model)
+        unrelated = sgd([torch.nn.Parameter(torch.ones(1))])
+        with pytest.raises(ConfigError, match="holds none of the"):
+            prepare_optimizer(unrelated, wrapped)
+        assert not unrelated._optimizer_step_pre_hooks
+
+
+@pytest.mark.world_size(1)
+def test_an_optimizer_must_hold_parameters_of_every_wrapper_that_has_any_to_train(device):
+    with parallel():
+        frozen = shard(freeze(build(), ""))
+        first, second = shard(build()), shard(build())
+        optimizer = sgd(first.parameters())
+        with pytest.raises(ConfigError, match="holds none of the"):
+            prepare_optimizer(optimizer, [first, second])
+        prepare_optimizer(optimizer, [first, frozen])
