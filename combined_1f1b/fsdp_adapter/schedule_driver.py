@@ -77,6 +77,7 @@ class ScheduleDriver:
         self._used_outside = tuple(name for name in used_outside if name in self._units)
         self._is_recording = False
         self._overwrites = True
+        self._is_aborting = False
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -120,6 +121,7 @@ class ScheduleDriver:
 
     def begin_iteration(self) -> None:
         """Fork the gather stream from the current stream, so that gathers see the optimizer's last weights."""
+        self._finish_abort()
         assert not self.gathered_units, f"units {self.gathered_units} are still gathered from earlier work"
         self._overwrites = not any(mfsdp_v2.has_gradients(group) for group in self.groups)
         if not self._overwrites:
@@ -178,8 +180,10 @@ class ScheduleDriver:
         If there were no gradients when the iteration began, what it has reduced is dropped too, so that it can be
         run again. Gradients added to earlier ones cannot be taken out again: clear them before a retry.
 
-        It must not hide the failure that it cleans up after: what goes wrong here is logged.
+        It must not hide the failure that it cleans up after: what goes wrong here is logged, and tried again before the
+        units are used next. In a capture that the failure has invalidated, every wait raises until the capture ends.
         """
+        self._is_aborting = True
         try:
             self._join()
             self.gather_stream.wait_stream(self.context.current_stream())
@@ -192,8 +196,11 @@ class ScheduleDriver:
                             mfsdp_v2.clear_gradients(group)
                     unit.is_gathered = False
             self._join()
+            self._is_aborting = False
         except Exception:
-            _logger.exception("the units could not be freed after a failed iteration")
+            _logger.exception(
+                "the units could not be freed after a failed iteration; it is tried again at the next use"
+            )
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -210,6 +217,7 @@ class ScheduleDriver:
 
         The current stream waits for the gathers, and the releases wait for what the current stream did meanwhile.
         """
+        self._finish_abort()
         names = units or self.units
         self._on_gather_stream(self.gather, names)
         try:
@@ -223,6 +231,7 @@ class ScheduleDriver:
 
         Units whose parameters are read elsewhere too, and the root, are gathered throughout.
         """
+        self._finish_abort()
         throughout = {*self._used_outside, ROOT} & set(self._units)
         handles: list[Any] = []
         for name, unit in self._units.items():
@@ -235,6 +244,10 @@ class ScheduleDriver:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _finish_abort(self) -> None:
+        if self._is_aborting:
+            self.abort()
 
     def _hook(self, action: Callable[[str], None], name: str) -> Callable[..., None]:
         return lambda *_: self._on_gather_stream(action, [name])

@@ -219,6 +219,30 @@ def test_abort_hides_no_failure_behind_its_own(device, monkeypatch, caplog):
         assert "could not be freed" in caplog.text
 
 
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize("use", ["iteration", "gathered", "evaluation"])
+def test_an_abort_that_failed_is_repeated_before_the_units_are_used_again(use, device, monkeypatch):
+    with parallel():
+        wrapped = shard(build())
+        driver = wrapped.sharding_driver()
+        driver.begin_iteration()
+        driver.gather("L1")
+        with monkeypatch.context() as patch:
+            patch.setattr(mfsdp_v2, "free_group", lambda group: 1 / 0)
+            driver.abort()
+        assert driver.gathered_units == ("L1",)
+        if use == "iteration":
+            drive(wrapped, batches(1))
+        elif use == "gathered":
+            with driver.gathered():
+                pass
+        else:
+            with driver.evaluating():
+                pass
+        assert driver.gathered_units == ()
+        assert driver.unsharded_bytes == 0
+
+
 @pytest.mark.world_size(1, 2)
 def test_a_parameter_that_nothing_uses_gets_zeros(device):
     with parallel():
