@@ -77,6 +77,7 @@ def build(
     vp_stage: int | None = None,
     share_embeddings_and_output_weights: bool = False,
     use_transformer_engine: bool = False,
+    sequence: int = SEQUENCE,
     **changes: Any,
 ) -> torch.nn.Module:
     """A GPTModel of hidden 16, 4 experts, 2 layers and vocabulary 32; in 16 bits it comes in a Float16Module."""
@@ -90,7 +91,7 @@ def build(
         config,
         transformer_layer_spec=spec,
         vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
+        max_sequence_length=sequence,
         position_embedding_type=position_embedding_type,
         mtp_block_spec=mtp,
         pre_process=pre_process,
@@ -101,16 +102,16 @@ def build(
     return Float16Module(config, model) if config.bf16 or config.fp16 else model
 
 
-def batches(count: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches of tokens [BATCH, SEQUENCE] on the CPU, different on every data-parallel rank."""
+def batches(count: int, *, sequence: int = SEQUENCE) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches of tokens [BATCH, sequence] on the CPU, different on every data-parallel rank."""
     generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
     for _ in range(count):
-        tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+        tokens = torch.randint(VOCABULARY, (BATCH, sequence), generator=generator)
         yield {
             "tokens": tokens,
             "labels": tokens.roll(-1, dims=1),
-            "position_ids": torch.arange(SEQUENCE).expand(BATCH, SEQUENCE),
-            "mask": torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1),
+            "position_ids": torch.arange(sequence).expand(BATCH, sequence),
+            "mask": torch.ones(1, 1, sequence, sequence, dtype=torch.bool).triu(1),
         }
 
 

@@ -31,13 +31,15 @@ def installed(device):
         yield
 
 
-def train(*, combined: bool, captured: bool, steps: int, **changes: Any) -> list[dict[str, torch.Tensor]]:
+def train(
+    *, combined: bool, captured: bool, steps: int, sequence: int = SEQUENCE, **changes: Any
+) -> list[dict[str, torch.Tensor]]:
     """AdamW steps on a model sharded for one of the modes, each iteration eager or through a FullIterationGraph.
 
     Returns:
         Losses, and the parameters after the step, of each iteration.
     """
-    model = build(expert_model_parallel_size=EXPERT_SIZE, **STATIC, **changes)
+    model = build(expert_model_parallel_size=EXPERT_SIZE, sequence=sequence, **STATIC, **changes)
     config = config_of(model)
     config.overlap_moe_expert_parallel_comm = combined
     wrapped = combined_1f1b.shard_model(model, config)
@@ -50,10 +52,10 @@ def train(*, combined: bool, captured: bool, steps: int, **changes: Any) -> list
     for number in range(steps):
         reports = step(
             forward_step_func=forward_step,
-            data_iterator=batches(2),
+            data_iterator=batches(2, sequence=sequence),
             model=[wrapped],
             num_microbatches=2,
-            seq_length=SEQUENCE,
+            seq_length=sequence,
             micro_batch_size=BATCH,
             forward_only=False,
         )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import host_models
 import pytest
-import test_mfsdp_v2_cuda_graph
 import torch
 from host_models import config_of, parallel
 from parity_testing import EXPERT_SIZE, assert_same, run, train
@@ -101,15 +99,14 @@ def test_megatrons_ddp(delayed, ddp_delayed):
 
 
 @pytest.mark.parametrize("delayed", [False, True], ids=["whole", "delayed"])
-def test_in_a_graph(delayed, monkeypatch):
+def test_in_a_graph(delayed):
     if torch.distributed.get_world_size() > 1:
         pytest.skip("gloo cannot be captured: run one rank per GPU")
     # With 8 tokens a replay of Transformer Engine's kernels reads an illegal address, under the default schedule too.
-    for module in (host_models, test_mfsdp_v2_cuda_graph):
-        monkeypatch.setattr(module, "SEQUENCE", 128)
+    settings = {**LAYERS, "steps": 6, "sequence": 128}
     ours = DELAYED if delayed else {}
-    reference = train_graphed(combined=False, captured=False, steps=6, **LAYERS)
-    assert_same_bits(train_graphed(combined=True, captured=True, steps=6, **LAYERS, **ours), reference)
+    reference = train_graphed(combined=False, captured=False, **settings)
+    assert_same_bits(train_graphed(combined=True, captured=True, **settings, **ours), reference)
 
 
 def test_a_failure_leaves_no_weight_gradient_in_a_queue():
