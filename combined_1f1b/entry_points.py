@@ -184,10 +184,7 @@ def interleaved(installation: Installation, original: Callable[..., Any]) -> Cal
 
 
 def _start_interleaved(installation: Installation, inputs: list[StepInputs]) -> None:
-    """A first forward starts an iteration; one that is still open failed in Megatron's part of it."""
-    left, installation.interleaved = installation.interleaved, None
-    if left is not None:
-        left.abort(RuntimeError("the iteration was not run to its end"))
+    """A first forward starts an iteration."""
     config = inputs[0].config
     check_config(config)
     installation.agree(inputs[0].num_microbatches)
@@ -198,6 +195,22 @@ def _start_interleaved(installation: Installation, inputs: list[StepInputs]) -> 
         options=installation.options,
         pipeline=pipeline_of(config, size=group.size(), rank=group.rank(), chunks=len(inputs)),
     )
+
+
+def around_interleaved(installation: Installation, original: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for `forward_backward_pipelining_with_interleaving`: says where a failure between slots happened."""
+
+    @wraps(original)
+    def driver(**arguments: Any) -> Any:
+        try:
+            return original(**arguments)
+        except BaseException as error:
+            left, installation.interleaved = installation.interleaved, None
+            if left is not None:
+                left.abort(error)
+            raise
+
+    return driver
 
 
 def pipelining(installation: Installation, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,13 +1,14 @@
 """install() and uninstall(): the only contact with Megatron's entry points.
 
-Four names are rebound while installed, and put back exactly by `uninstall`:
+Five names are rebound while installed, and put back exactly by `uninstall`:
 
     megatron.core.pipeline_parallel.schedules.combined_1f1b_schedule_for_no_pipelining            PP=1
     megatron.core.pipeline_parallel.schedules.combined_1f1b_schedule_for_interleaved_pipelining   PP>1 with VPP
     megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving    PP>1 without VPP
+    megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving       notes on failures
     megatron.core.transformer.TransformerConfig.__post_init__                                     checks flags our way
 
-The first two are looked up at each call. The third is what `get_forward_backward_func` returns, so one that was fetched
+The first two are looked up at each call. The next two are what `get_forward_backward_func` returns, so what was fetched
 before stays Megatron's. The state lives on one object that the replacements close over, and is found through them; with
 the flag off they are never reached, or call straight on.
 """
@@ -41,6 +42,7 @@ _DRIVER = "combined_1f1b_schedule_for_no_pipelining"
 _ENTRY_POINTS: dict[str, Callable[[Installation, Callable[..., Any]], Callable[..., Any]]] = {
     _DRIVER: entry_points.no_pipelining,
     "combined_1f1b_schedule_for_interleaved_pipelining": entry_points.interleaved,
+    "forward_backward_pipelining_with_interleaving": entry_points.around_interleaved,
     "forward_backward_pipelining_without_interleaving": entry_points.pipelining,
 }
 _CHUNK = "_combined_1f1b_chunk"

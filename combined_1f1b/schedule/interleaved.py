@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from combined_1f1b.config import OverlapOptions
@@ -52,6 +53,9 @@ class InterleavedIteration:
     ) -> None:
         self._iteration = Iteration(inputs, chunks=chunks, options=options, pipeline=pipeline)
         self._next = 0
+        group = parallel_state.get_pipeline_model_parallel_group()
+        near = [(pipeline.rank + step) % pipeline.size for step in (-1, 1)]
+        self._neighbours = ", ".join(f"rank {torch.distributed.get_global_rank(group, rank)}" for rank in near)
         self._iteration.open()
 
     def run(
@@ -116,4 +120,11 @@ class InterleavedIteration:
 
     def abort(self, error: BaseException) -> None:
         """After a failure outside of a fragment, in Megatron's own part of the iteration."""
+        plan = self._iteration.plan
+        fragments = plan.fragments
+        start = fragments[self._next].start if self._next < len(fragments) else len(plan.ops) - 1
+        error.add_note(
+            f"in Megatron's transfers after {self._next} of {len(fragments)} slots of pipeline rank {plan.shape.rank} "
+            f"(neighbours: {self._neighbours}); next in the plan:\n{plan.excerpt(start)}"
+        )
         self._iteration.abort(error)

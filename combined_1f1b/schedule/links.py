@@ -36,22 +36,30 @@ class _Free(NamedTuple):
 class _Link:
     """One neighbour."""
 
-    def __init__(self, peer: int, group: Any) -> None:
+    def __init__(self, peer: int, group: Any, iteration: int = 0) -> None:
         self.stream = torch.cuda.Stream()
+        # The tag of its transfers, where the backend has tags: what a failed iteration has left on its way matches none
+        # of a retry's.
+        self.iteration = iteration
         self._peer = peer
         self._group = group
-        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+        self.sending: deque[tuple[Any, torch.Tensor]] = deque()
         self._free: deque[_Free] = deque()
+
+    def peer_name(self, lane: Lane) -> str:
+        """For messages."""
+        return f"rank {self._peer}, the {lane.value} pipeline stage"
 
     def begin(self) -> None:
         """An iteration starts: everything of the one before is done, and its events may not enter a capture."""
+        self.iteration += 1
         self._free = deque(_Free(free.buffer, None) for free in self._free)
 
     def send(self, tensor: torch.Tensor, producer: Any) -> None:
         """Send a tensor that the stream `producer` has made; the link's stream is current."""
         buffer = None
-        if len(self._sending) == _SEND_BUFFERS:
-            work, buffer = self._sending.popleft()
+        if len(self.sending) == _SEND_BUFFERS:
+            work, buffer = self.sending.popleft()
             work.wait()
             producer.wait_stream(self.stream)
         with torch.cuda.stream(producer):
@@ -59,8 +67,8 @@ class _Link:
                 buffer = torch.empty_like(tensor, memory_format=torch.contiguous_format)
             buffer.copy_(tensor)
         self.stream.wait_stream(producer)
-        work = torch.distributed.isend(buffer, self._peer, group=self._group)
-        self._sending.append((work, buffer))
+        work = torch.distributed.isend(buffer, self._peer, group=self._group, tag=self.iteration)
+        self.sending.append((work, buffer))
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Received:
         """Start to receive; the link's stream is current."""
@@ -75,7 +83,8 @@ class _Link:
             self._free.append(free)
         if buffer is None:
             buffer = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
-        return _Received(torch.distributed.irecv(buffer, self._peer, group=self._group), buffer)
+        work = torch.distributed.irecv(buffer, self._peer, group=self._group, tag=self.iteration)
+        return _Received(work, buffer)
 
     def release(self, buffer: torch.Tensor) -> None:
         """The current stream has issued the buffer's last reader."""
@@ -83,8 +92,8 @@ class _Link:
 
     def finish(self) -> None:
         """Wait until everything has been sent; the link's stream is current."""
-        while self._sending:
-            self._sending.popleft()[0].wait()
+        while self.sending:
+            self.sending.popleft()[0].wait()
 
 
 class PipelineLinks:
@@ -102,6 +111,7 @@ class PipelineLinks:
         }
         self._arriving: dict[tuple[Lane, int], _Received] = {}
         self._in_use: dict[tuple[Lane, int], torch.Tensor] = {}
+        self._abandoned: list[Any] = []
 
     @property
     def streams(self) -> tuple[Any, Any]:
@@ -124,7 +134,11 @@ class PipelineLinks:
     def take(self, lane: Lane, microbatch: int) -> torch.Tensor:
         """Let the current stream wait for a micro-batch's tensor and return it; `release` ends its use."""
         work, buffer = self._arriving.pop((lane, microbatch))
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            error.add_note(f"receiving the tensor of micro-batch {microbatch} from {self._links[lane].peer_name(lane)}")
+            raise
         self._in_use[lane, microbatch] = buffer
         return buffer.detach()
 
@@ -144,8 +158,13 @@ class PipelineLinks:
                 link.finish()
 
     def abort(self) -> None:
-        """After a failure: forget what is on its way; the peers' transfers end with theirs."""
+        """After a failure: no later iteration sees what is on its way.
+
+        It is held for good: gloo stops reading from a peer whose message finds that its buffer has gone.
+        """
+        self._abandoned += self._arriving.values()
         self._arriving.clear()
         self._in_use.clear()
         for lane, link in list(self._links.items()):
-            self._links[lane] = _Link(link._peer, link._group)
+            self._abandoned += link.sending
+            self._links[lane] = _Link(link._peer, link._group, link.iteration)
