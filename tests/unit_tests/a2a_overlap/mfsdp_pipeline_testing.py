@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -46,12 +47,18 @@ def shard(chunks: list[Any], *, combined: bool, no_sync: bool = False, **argumen
     return wrapped
 
 
-def run(chunks: list[Any], *, num_microbatches: int = NUM_MICROBATCHES, forward_only: bool = False) -> list[Any]:
+def run(
+    chunks: list[Any],
+    *,
+    num_microbatches: int = NUM_MICROBATCHES,
+    forward_only: bool = False,
+    step: Callable[..., Any] = forward_step,
+) -> list[Any]:
     """One call of Megatron's forward-backward function; the losses, on the last stage only."""
     data = [batches(num_microbatches) for _ in chunks]
     seed(3)
     reports = get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=step,
         data_iterator=data if len(chunks) > 1 else data[0],
         model=chunks,
         num_microbatches=num_microbatches,

@@ -107,6 +107,32 @@ def test_after_a_failure_on_every_rank_the_iteration_can_be_run_again(vpp, monke
 
 
 @pytest.mark.world_size(2)
+def test_what_a_failure_has_left_on_its_way_between_stages_does_not_reach_the_retry():
+    """Both stages fail in the middle. In groups of their own: what is on its way there is never received."""
+    with parallel(pipeline_model_parallel_size=2, expert_model_parallel_size=1, context_parallel_size=1):
+        wrapped = shard(build_chunks(vpp=1), combined=True)
+        losses, gradients = run(wrapped), named(wrapped, "full_gradients")
+        fails_at = 3 if parallel_state.is_pipeline_first_stage(ignore_virtual=True) else 2
+        calls: list[Any] = []
+
+        def fail(data: Any, model: Any) -> Any:
+            calls.append(model)
+            if len(calls) == fails_at:
+                raise OSError("out of luck")
+            return forward_step(data, model)
+
+        for one in wrapped:
+            one.zero_grad_buffer()
+        with pytest.raises(OSError, match="out of luck"):
+            run(wrapped, step=fail)
+        assert all(one.sharding_driver().unsharded_bytes == 0 for one in wrapped)
+        for one in wrapped:
+            one.zero_grad_buffer()
+        assert run(wrapped) == losses
+        assert differing(gradients, named(wrapped, "full_gradients")) == set()
+
+
+@pytest.mark.world_size(2)
 @pytest.mark.parametrize("finalises", [True, False])
 def test_a_pipeline_with_a_tied_embedding_replays(finalises, device):
     """The exchange of the embedding's gradients is inside the graph, or left to finish_grad_sync after each replay."""
