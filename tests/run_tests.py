@@ -154,7 +154,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks to run with")
     parser.add_argument("--suite", default=SUITE, help="folder or file of tests")
-    parser.add_argument("--limit", type=float, default=540.0, help="seconds for one number of ranks")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds for one number of ranks")
     parser.add_argument("pytest_arguments", nargs="*", help="after `--`: more arguments for pytest, such as -k NAME")
     options = parser.parse_args()
 
