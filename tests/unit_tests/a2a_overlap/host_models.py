@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 SEQUENCE = 8
@@ -58,6 +59,7 @@ def parallel(*, graphable_random_state: bool = False, **sizes: int) -> Iterator[
     outside = parallel_state_now()
     try:
         vars(parallel_state).update(parallel_groups(tuple(sorted(sizes.items()))))
+        destroy_moe_metrics_tracker()  # it is as long as the first model that recorded a loss had layers
         seed(7, graphable=graphable_random_state)
         yield
     finally:
