@@ -90,10 +90,14 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
 def _add_run_command(commands: argparse._SubParsersAction, name: str, run: Callable[..., int], text: str) -> None:
     parser = commands.add_parser(name, help=text, description=f"{text}. Start it with torchrun.")
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file, such as examples/tiny_moe.yaml")
+    _add_overrides(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings on top of the file, such as data.num_microbatches=8"
     )
-    parser.set_defaults(run=run)
 
 
 def _add_shape_flags(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +122,7 @@ def _add_shape_flags(parser: argparse.ArgumentParser) -> None:
         ("--early-attention-release", "run the attention backward before the paired experts"),
     ):
         parser.add_argument(flag, action="store_true", default=None, help=text)
+    _add_overrides(parser)
 
 
 def build_parser() -> argparse.ArgumentParser:

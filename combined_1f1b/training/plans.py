@@ -93,7 +93,12 @@ def _arguments_from_flags(flags: argparse.Namespace) -> dict[str, Any]:
     if flags.config is not None:
         from combined_1f1b.training.config import load_config
 
-        arguments = plan_arguments(load_config(flags.config))
+        arguments = plan_arguments(load_config(flags.config, flags.overrides))
+    elif flags.overrides:
+        raise ConfigError.of(
+            "--config", None, f"{flags.overrides[0]} is a setting on top of a file",
+            "name the file, or use the flags that `plan --help` lists",
+        )  # fmt: skip
     given = {
         "num_layers": flags.layers,
         "num_microbatches": flags.microbatches,

@@ -46,6 +46,16 @@ def test_plan_takes_its_shape_from_a_configuration(capsys, tmp_path):
     assert not shape.sharded
 
 
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_settings_on_top_of_the_file_change_the_shape(capsys, tmp_path, command):
+    words = ["--config", write_config(tmp_path), "data.num_microbatches=2", "model.delay_wgrad_compute=true"]
+    assert main([command, *words, "--layers", "1"]) == 0
+    text = capsys.readouterr().out
+    if command == "plan":
+        shape = Plan.parse(text).shape
+        assert (shape.num_layers, shape.num_microbatches, shape.delay_wgrad) == (1, 2, True)
+
+
 def test_flags_win_over_the_configuration(capsys, tmp_path):
     assert main(["plan", "--config", write_config(tmp_path), "--microbatches", "5", "--tied", "--sharded"]) == 0
     shape = Plan.parse(capsys.readouterr().out).shape
@@ -83,6 +93,7 @@ def test_simulate_shows_both_ways_of_pairing(capsys):
         (["plan", "--layers", "2", "--dense-layers", "2"], ["--dense-layers=2", "0 to 1"]),
         (["plan", "--draw", "plan.png"], ["--draw='plan.png'", ".svg"]),
         (["plan", "--config", "nowhere.yaml"], ["--config='nowhere.yaml'", "no such file"]),
+        (["plan", "model.num_layers=2"], ["--config=None", "model.num_layers=2", "--help"]),
         (["train", "--config", "nowhere.yaml"], ["--config='nowhere.yaml'", "no such file"]),
         (["compare", "--config", "nowhere.yaml"], ["--config='nowhere.yaml'", "no such file"]),
     ],
