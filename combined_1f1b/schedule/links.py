@@ -11,17 +11,23 @@ them: the next user of one waits for the one before.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from combined_1f1b.schedule.ops import Lane
+from combined_1f1b.errors import OverlapError
+from combined_1f1b.schedule.ops import Lane, Op
 
 _SEND_BUFFERS = 2
 """A third send waits until the first has left: its peer is that far behind."""
 
 
-class _Received(NamedTuple):
+class _Transfer(NamedTuple):
+    """A transfer on its way: the name of its op, what to wait for, the buffer."""
+
+    name: str
     work: Any
     buffer: torch.Tensor
 
@@ -38,39 +44,34 @@ class _Link:
 
     def __init__(self, peer: int, group: Any, iteration: int = 0) -> None:
         self.stream = torch.cuda.Stream()
-        # The tag of its transfers, where the backend has tags: what a failed iteration has left on its way matches none
-        # of a retry's.
+        # The tag of its transfers: what a failed iteration has left on its way matches none of a retry's.
         self.iteration = iteration
         self._peer = peer
         self._group = group
-        self.sending: deque[tuple[Any, torch.Tensor]] = deque()
+        self.sending: deque[_Transfer] = deque()
         self._free: deque[_Free] = deque()
-
-    def peer_name(self, lane: Lane) -> str:
-        """For messages."""
-        return f"rank {self._peer}, the {lane.value} pipeline stage"
 
     def begin(self) -> None:
         """An iteration starts: everything of the one before is done, and its events may not enter a capture."""
         self.iteration += 1
         self._free = deque(_Free(free.buffer, None) for free in self._free)
 
-    def send(self, tensor: torch.Tensor, producer: Any) -> None:
+    def send(self, name: str, tensor: torch.Tensor, producer: Any) -> None:
         """Send a tensor that the stream `producer` has made; the link's stream is current."""
         buffer = None
         if len(self.sending) == _SEND_BUFFERS:
-            work, buffer = self.sending.popleft()
-            work.wait()
+            buffer = self.wait(self.sending.popleft())
             producer.wait_stream(self.stream)
         with torch.cuda.stream(producer):
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 buffer = torch.empty_like(tensor, memory_format=torch.contiguous_format)
             buffer.copy_(tensor)
         self.stream.wait_stream(producer)
-        work = torch.distributed.isend(buffer, self._peer, group=self._group, tag=self.iteration)
-        self.sending.append((work, buffer))
+        with self._naming_peer(name):
+            work = torch.distributed.isend(buffer, self._peer, group=self._group, tag=self.iteration)
+        self.sending.append(_Transfer(name, work, buffer))
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Received:
+    def receive(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> _Transfer:
         """Start to receive; the link's stream is current."""
         buffer = None
         for _ in range(len(self._free)):
@@ -83,8 +84,15 @@ class _Link:
             self._free.append(free)
         if buffer is None:
             buffer = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
-        work = torch.distributed.irecv(buffer, self._peer, group=self._group, tag=self.iteration)
-        return _Received(work, buffer)
+        with self._naming_peer(name):
+            work = torch.distributed.irecv(buffer, self._peer, group=self._group, tag=self.iteration)
+        return _Transfer(name, work, buffer)
+
+    def wait(self, transfer: _Transfer) -> torch.Tensor:
+        """Let the current stream wait for the end of a transfer; returns its buffer."""
+        with self._naming_peer(transfer.name):
+            transfer.work.wait()
+        return transfer.buffer
 
     def release(self, buffer: torch.Tensor) -> None:
         """The current stream has issued the buffer's last reader."""
@@ -93,7 +101,17 @@ class _Link:
     def finish(self) -> None:
         """Wait until everything has been sent; the link's stream is current."""
         while self.sending:
-            self.sending.popleft()[0].wait()
+            self.wait(self.sending.popleft())
+
+    @contextmanager
+    def _naming_peer(self, name: str) -> Iterator[None]:
+        """Around what fails where the peer has gone, or does not come to the transfer in time."""
+        try:
+            yield
+        except RuntimeError as error:
+            stage = torch.distributed.get_group_rank(self._group, self._peer)
+            error.add_note(f"in {name}, a transfer with rank {self._peer}, pipeline stage {stage}")
+            raise
 
 
 class PipelineLinks:
@@ -104,14 +122,15 @@ class PipelineLinks:
     """
 
     def __init__(self, communicator: Any) -> None:
-        group = communicator.pp_group
+        self._group = group = communicator.pp_group
         self._links = {
             Lane.PREVIOUS: _Link(communicator.prev_rank, group),
             Lane.NEXT: _Link(communicator.next_rank, group),
         }
-        self._arriving: dict[tuple[Lane, int], _Received] = {}
+        self._arriving: dict[tuple[Lane, int], _Transfer] = {}
         self._in_use: dict[tuple[Lane, int], torch.Tensor] = {}
-        self._abandoned: list[Any] = []
+        self._abandoned: list[_Transfer] = []
+        self._is_broken = False
 
     @property
     def streams(self) -> tuple[Any, Any]:
@@ -119,26 +138,31 @@ class PipelineLinks:
         return self._links[Lane.PREVIOUS].stream, self._links[Lane.NEXT].stream
 
     def begin(self) -> None:
-        """Before an iteration's first transfer."""
+        """Before an iteration's first transfer.
+
+        Raises:
+            OverlapError: what an earlier iteration has left on its way would be taken for this one's.
+        """
+        if self._is_broken:
+            raise OverlapError(
+                "an iteration failed, and what it had on its way between pipeline stages would be taken for this "
+                "iteration's, since NCCL has no tags; start the processes again"
+            )
         for link in self._links.values():
             link.begin()
 
-    def send(self, lane: Lane, tensor: torch.Tensor, *, producer: Any) -> None:
-        """Send a tensor that the stream `producer` has made. Issued on the lane."""
-        self._links[lane].send(tensor, producer)
+    def send(self, op: Op, tensor: torch.Tensor, *, producer: Any) -> None:
+        """Send a tensor that the stream `producer` has made. Issued on the op's lane."""
+        self._links[op.lane].send(op.name, tensor, producer)
 
-    def receive(self, lane: Lane, microbatch: int, *, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Start to receive a micro-batch's tensor. Issued on the lane."""
-        self._arriving[lane, microbatch] = self._links[lane].receive(shape, dtype)
+    def receive(self, op: Op, *, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Start to receive a micro-batch's tensor. Issued on the op's lane."""
+        assert op.microbatch is not None
+        self._arriving[op.lane, op.microbatch] = self._links[op.lane].receive(op.name, shape, dtype)
 
     def take(self, lane: Lane, microbatch: int) -> torch.Tensor:
         """Let the current stream wait for a micro-batch's tensor and return it; `release` ends its use."""
-        work, buffer = self._arriving.pop((lane, microbatch))
-        try:
-            work.wait()
-        except RuntimeError as error:
-            error.add_note(f"receiving the tensor of micro-batch {microbatch} from {self._links[lane].peer_name(lane)}")
-            raise
+        buffer = self._links[lane].wait(self._arriving.pop((lane, microbatch)))
         self._in_use[lane, microbatch] = buffer
         return buffer.detach()
 
@@ -162,6 +186,7 @@ class PipelineLinks:
 
         It is held for good: gloo stops reading from a peer whose message finds that its buffer has gone.
         """
+        self._is_broken = torch.distributed.get_backend(self._group) == "nccl"
         self._abandoned += self._arriving.values()
         self._arriving.clear()
         self._in_use.clear()

@@ -111,8 +111,8 @@ class _Transfers:
             Kind.FORWARD: run_forward,
             Kind.BACKWARD: run_backward,
             Kind.WEIGHT: run_weight,
-            Kind.RECEIVE_FORWARD: lambda issue: self._receive(Lane.PREVIOUS, issue, self._received),
-            Kind.RECEIVE_BACKWARD: lambda issue: self._receive(Lane.NEXT, issue, self._sent),
+            Kind.RECEIVE_FORWARD: lambda issue: self._receive(issue, self._received),
+            Kind.RECEIVE_BACKWARD: lambda issue: self._receive(issue, self._sent),
             Kind.SEND_FORWARD: self._send_forward,
             Kind.SEND_BACKWARD: self._send_backward,
         }
@@ -126,22 +126,22 @@ class _Transfers:
             self._in_backward.add(microbatch)
             self._step.start_backward(microbatch, self._links.take(Lane.NEXT, microbatch))
 
-    def _receive(self, lane: Lane, issue: Issue, shape: tuple[int, ...]) -> None:
-        self._links.receive(lane, issue.op.microbatch, shape=shape, dtype=self._dtype)
+    def _receive(self, issue: Issue, shape: tuple[int, ...]) -> None:
+        self._links.receive(issue.op, shape=shape, dtype=self._dtype)
 
     def _send_forward(self, issue: Issue) -> None:
         if not self._step.has_started(issue.op.microbatch):  # a stage without a node
             with torch.cuda.stream(self._lanes.compute):
                 self._enter(issue.op.microbatch)
         output = self._step.finish_forward(issue.op.microbatch)
-        self._links.send(Lane.NEXT, output, producer=self._producer)
+        self._links.send(issue.op, output, producer=self._producer)
 
     def _send_backward(self, issue: Issue) -> None:
         with torch.cuda.stream(self._lanes.compute):
             self._enter_backward(issue.op.microbatch)  # a stage without a node
         gradient = self._step.input_gradient(issue.op.microbatch)
         assert gradient is not None, f"{issue.op.name}: the input got no gradient"
-        self._links.send(Lane.PREVIOUS, gradient, producer=self._lanes.compute)
+        self._links.send(issue.op, gradient, producer=self._lanes.compute)
         if self._last_weights is None:
             with torch.cuda.stream(self._lanes.compute):
                 self._end(issue.op.microbatch)
