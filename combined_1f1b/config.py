@@ -64,6 +64,12 @@ _REFUSALS = (
         f"set num_moe_experts, or {FLAG}=False",
     ),
     _Refusal(
+        "moe_layer_freq",
+        lambda config: isinstance(config.moe_layer_freq, list) and not any(config.moe_layer_freq),
+        "a model without a mixture-of-experts layer has no expert-parallel traffic",
+        f"mark at least one layer with 1, or set {FLAG}=False",
+    ),
+    _Refusal(
         "moe_token_dispatcher_type",
         lambda config: config.moe_token_dispatcher_type not in ("alltoall", "flex"),
         "only an all-to-all can be issued apart from the experts",

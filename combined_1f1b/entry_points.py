@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config
 
 from combined_1f1b.config import FLAG, check_config
 from combined_1f1b.errors import ConfigError
-from combined_1f1b.schedule.interleaved import InterleavedIteration, pipeline_of
+from combined_1f1b.schedule.interleaved import InterleavedIteration, check_plan, pipeline_of
 from combined_1f1b.schedule.no_pipelining import run_iteration
 from combined_1f1b.schedule.pipeline_order import Call
 from combined_1f1b.schedule.pipelining import PipelineCall, run_pipeline
@@ -188,20 +188,38 @@ def _start_interleaved(installation: Installation, inputs: list[StepInputs]) -> 
     config = inputs[0].config
     check_config(config)
     installation.agree(inputs[0].num_microbatches)
+    installation.interleaved = InterleavedIteration(inputs, **_place(installation, [one.model for one in inputs]))
+
+
+def _place(installation: Installation, models: list[torch.nn.Module]) -> dict[str, Any]:
+    """What a rank's plan depends on, beside the number of micro-batches."""
     group = parallel_state.get_pipeline_model_parallel_group()
-    installation.interleaved = InterleavedIteration(
-        inputs,
-        chunks=[installation.chunk(one.model, is_whole=False) for one in inputs],
-        options=installation.options,
-        pipeline=pipeline_of(config, size=group.size(), rank=group.rank(), chunks=len(inputs)),
-    )
+    return {
+        "chunks": [installation.chunk(model, is_whole=False) for model in models],
+        "options": installation.options,
+        "pipeline": pipeline_of(get_model_config(models[0]), size=group.size(), rank=group.rank(), chunks=len(models)),
+    }
 
 
 def around_interleaved(installation: Installation, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for `forward_backward_pipelining_with_interleaving`: says where a failure between slots happened."""
+    """What stands for `forward_backward_pipelining_with_interleaving`.
+
+    It checks before Megatron's first transfer what `interleaved` would find too late, since a stage comes there only
+    when the one before has sent; and it says where a failure between slots happened.
+    """
 
     @wraps(original)
     def driver(**arguments: Any) -> Any:
+        models, count = arguments["model"], arguments["num_microbatches"]
+        config = get_model_config(models[0])
+        if (
+            getattr(config, FLAG)
+            and not arguments.get("forward_only")
+            and not any(find_megatron_fsdp(model) is not None for model in models)
+        ):
+            check_config(config)
+            installation.agree(count, across_stages=True)
+            check_plan(models, num_microbatches=count, **_place(installation, models))
         try:
             return original(**arguments)
         except BaseException as error:

@@ -66,7 +66,7 @@ class Installation:
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._entered: list[OverlapOptions | None] = []
         self.replaced_options: OverlapOptions | None = None
-        self._agreed: tuple[int, ...] | None = None
+        self._agreed: tuple[int, set[int]] | None = None
         self._told: set[str] = set()
         self.interleaved: InterleavedIteration | None = None
         self._links: dict[int, PipelineLinks] = {}
@@ -125,16 +125,16 @@ class Installation:
         this comparison, and the others from the collective that it is missing in.
 
         Args:
-            across_stages: compare the stages of the pipeline too. Inside Megatron's interleaved driver it is too late
-                for that: a stage comes here only when the one before has sent.
+            across_stages: compare the stages of the pipeline too. In the slots of Megatron's interleaved driver it is
+                too late for that: a stage comes there only when the one before has sent.
         """
         if torch.cuda.is_current_stream_capturing():
             return  # reading the answer would synchronise; the iterations that warmed up have compared
         groups = [parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)]
         if across_stages:
             groups.append(parallel_state.get_pipeline_model_parallel_group())
-        agreement = (num_microbatches, *map(id, groups))
-        if self._agreed == agreement:
+        compared = set(map(id, groups))
+        if self._agreed is not None and self._agreed[0] == num_microbatches and compared <= self._agreed[1]:
             return
         self._agreed = None
         counts = [_gathered(num_microbatches, group) for group in groups]
@@ -144,7 +144,7 @@ class Installation:
                     "num_microbatches", num_microbatches, f"ranks disagree, by rank of the {kind} group: {found}",
                     "give every rank the same number of micro-batches",
                 )  # fmt: skip
-        self._agreed = agreement
+        self._agreed = (num_microbatches, compared)
 
     def tell_once(self, message: str) -> None:
         if message not in self._told:

@@ -19,7 +19,9 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from combined_1f1b.config import OverlapOptions
 from combined_1f1b.errors import PlanError
-from combined_1f1b.schedule.iteration import Iteration, Pipeline, StepReport
+from combined_1f1b.fsdp_adapter.protocol import driver_of
+from combined_1f1b.fsdp_adapter.several_chunks import joined
+from combined_1f1b.schedule.iteration import Iteration, Pipeline, StepReport, plan_for
 from combined_1f1b.schedule.layer_plan import ModelChunk
 from combined_1f1b.schedule.pipeline_order import Call
 from combined_1f1b.schedule.step import StepInputs
@@ -36,6 +38,23 @@ def pipeline_of(config: Any, *, size: int, rank: int, chunks: int) -> Pipeline:
     counts = tuple(layers_of(vp_stage=stage, pp_rank=peer) for stage in stages for peer in range(size))
     group = config.microbatch_group_size_per_vp_stage if chunks > 1 else None
     return Pipeline(size=size, rank=rank, group=group, layer_counts=counts)
+
+
+def check_plan(
+    models: Sequence[Any],
+    *,
+    num_microbatches: int,
+    chunks: Sequence[ModelChunk],
+    options: OverlapOptions,
+    pipeline: Pipeline,
+) -> None:
+    """Build the plan that an iteration of these models will find ready.
+
+    Raises:
+        ConfigError: a setting cannot work.
+    """
+    driver = joined([driver_of(model) for model in models])
+    plan_for(chunks=chunks, driver=driver, num_microbatches=num_microbatches, options=options, pipeline=pipeline)
 
 
 class InterleavedIteration:

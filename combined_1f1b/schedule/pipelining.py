@@ -178,13 +178,12 @@ def run_pipeline(
     """
     config, communicator = chunk.config, call.communicator
     if config.overlap_p2p_comm:
-        raise ValueError("Non-interleaved pipeline parallelism does not support overlapping p2p communication")
+        raise ConfigError.of(
+            "overlap_p2p_comm", True, "it is for virtual stages, and the plan overlaps transfers without it",
+            "use overlap_p2p_comm=False, or set virtual_pipeline_model_parallel_size",
+        )  # fmt: skip
     received, sent = _shapes(call, config)
     first, last = communicator.is_pp_first_stage, communicator.is_pp_last_stage
-    if config.finalize_model_grads_func is not None:
-        embedding_module = clear_embedding_activation_buffer(config, call.model, last)
-    if config.timers is not None:
-        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     # Later stages reduce in the pipeline's bubble, all at the same time, when there is a function for it.
     synchronises = config.grad_sync_func is None or first
     inputs = StepInputs(
@@ -210,6 +209,10 @@ def run_pipeline(
         links=links.streams,
     )
     links.begin()
+    if config.finalize_model_grads_func is not None:
+        embedding_module = clear_embedding_activation_buffer(config, call.model, last)
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     try:
         iteration.open()
         iteration.run()

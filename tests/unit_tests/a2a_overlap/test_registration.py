@@ -107,6 +107,7 @@ def test_megatrons_other_checks_still_run():
 
 
 REFUSED = {
+    "moe_layer_freq": [0, 0],
     "num_moe_experts": None,
     "moe_token_dispatcher_type": "allgather",
     "num_microbatches_with_partial_activation_checkpoints": 1,
@@ -239,6 +240,8 @@ def test_models_that_cannot_be_cut_are_refused_before_any_work(device, kind):
         layer = model.module.decoder.layers[0]
         if kind == "own model":
             model = OwnModel(config_of(model))
+        elif kind == "no experts":
+            config_of(model).moe_layer_freq = 1  # as with a layer spec of one's own
         elif kind == "forward hook":
             layer.register_forward_hook(lambda *_: None)
         elif kind == "backward hook":
