@@ -10,6 +10,7 @@ them: the next user of one waits for the one before.
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,10 +43,9 @@ class _Free(NamedTuple):
 class _Link:
     """One neighbour."""
 
-    def __init__(self, peer: int, group: Any, iteration: int = 0) -> None:
+    def __init__(self, peer: int, group: Any, tag: int) -> None:
         self.stream = torch.cuda.Stream()
-        # The tag of its transfers: what a failed iteration has left on its way matches none of a retry's.
-        self.iteration = iteration
+        self.tag = tag
         self._peer = peer
         self._group = group
         self.sending: deque[_Transfer] = deque()
@@ -53,7 +53,7 @@ class _Link:
 
     def begin(self) -> None:
         """An iteration starts: everything of the one before is done, and its events may not enter a capture."""
-        self.iteration += 1
+        self.tag += 1
         self._free = deque(_Free(free.buffer, None) for free in self._free)
 
     def send(self, name: str, tensor: torch.Tensor, producer: Any) -> None:
@@ -68,7 +68,7 @@ class _Link:
             buffer.copy_(tensor)
         self.stream.wait_stream(producer)
         with self._naming_peer(name):
-            work = torch.distributed.isend(buffer, self._peer, group=self._group, tag=self.iteration)
+            work = torch.distributed.isend(buffer, self._peer, group=self._group, tag=self.tag)
         self.sending.append(_Transfer(name, work, buffer))
 
     def receive(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> _Transfer:
@@ -85,7 +85,7 @@ class _Link:
         if buffer is None:
             buffer = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
         with self._naming_peer(name):
-            work = torch.distributed.irecv(buffer, self._peer, group=self._group, tag=self.iteration)
+            work = torch.distributed.irecv(buffer, self._peer, group=self._group, tag=self.tag)
         return _Transfer(name, work, buffer)
 
     def wait(self, transfer: _Transfer) -> torch.Tensor:
@@ -123,9 +123,10 @@ class PipelineLinks:
 
     def __init__(self, communicator: Any) -> None:
         self._group = group = communicator.pp_group
+        tag = _random_tag(group)
         self._links = {
-            Lane.PREVIOUS: _Link(communicator.prev_rank, group),
-            Lane.NEXT: _Link(communicator.next_rank, group),
+            Lane.PREVIOUS: _Link(communicator.prev_rank, group, tag),
+            Lane.NEXT: _Link(communicator.next_rank, group, tag),
         }
         self._arriving: dict[tuple[Lane, int], _Transfer] = {}
         self._in_use: dict[tuple[Lane, int], torch.Tensor] = {}
@@ -192,4 +193,15 @@ class PipelineLinks:
         self._in_use.clear()
         for lane, link in list(self._links.items()):
             self._abandoned += link.sending
-            self._links[lane] = _Link(link._peer, link._group, link.iteration)
+            self._links[lane] = _Link(link._peer, link._group, link.tag)
+
+
+def _random_tag(group: Any) -> int:
+    """The same on all ranks of the group, and most likely never used there before.
+
+    Each iteration has a tag of its own, so that what a failed one has left on its way matches no transfer of a retry,
+    also where the package has been installed anew in between.
+    """
+    tag = torch.tensor([secrets.randbits(30)], device=torch.cuda.current_device())
+    torch.distributed.broadcast(tag, group=group, group_src=0)
+    return int(tag)
