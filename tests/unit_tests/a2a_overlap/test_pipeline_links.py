@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -9,15 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from host_models import differing, parallel, seed
+from host_models import differing, loss_of, parallel, seed
 from parity_testing import forward_step
 from pipeline_testing import Stages, run_pipeline, set_flags
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import combined_1f1b
 from combined_1f1b.errors import OverlapError
 from combined_1f1b.schedule import iteration as schedule_iteration
 from combined_1f1b.schedule.executor import Handler, Issue
-from combined_1f1b.schedule.ops import Kind
+from combined_1f1b.schedule.node import Node
+from combined_1f1b.schedule.ops import Kind, Lane
+from combined_1f1b.schedule.pipeline_order import warmup_forwards
+from combined_1f1b.schedule.shape import PlanShape
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +38,9 @@ def prepared(*, pp: int = 2, vpp: int = 1, pair: bool = False, **changes: Any) -
         chunks: list[Any] = Stages(pp=pp, vpp=vpp, changes=changes).build()
         set_flags(chunks, True)
         yield chunks
+
+
+DELAYED = {"delay_wgrad_compute": True, "overlap_moe_expert_parallel_comm": True}
 
 
 def bits(chunks: list[Any], *, num_microbatches: int, step: Callable[..., Any] = forward_step) -> dict[str, Any]:
@@ -125,3 +133,95 @@ def test_without_tags_a_retry_is_refused(monkeypatch):
                 bits(chunks, num_microbatches=4)
         with pytest.raises(OverlapError, match="NCCL has no tags; start the processes again"):
             bits(chunks, num_microbatches=4)
+
+
+class Seen:
+    """Storages of what an iteration makes and receives: batches, losses, and all that enters or leaves a node."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._found: list[StorageWeakRef] = []
+        forward = Node.forward
+
+        def remembering(node: Node, inputs: Any) -> Any:
+            outputs = forward(node, inputs)
+            self.add(*inputs, *outputs)
+            return outputs
+
+        patch.setattr(Node, "forward", remembering)
+
+    def add(self, *tensors: Any) -> None:
+        self._found += [StorageWeakRef(t.untyped_storage()) for t in tensors if isinstance(t, torch.Tensor)]
+
+    def step(self, data: Any, model: Any) -> Any:
+        """A forward step, seen."""
+
+        def loss(output: torch.Tensor) -> Any:
+            result = loss_of(output)
+            self.add(output, result[0])
+            return result
+
+        def batch(arguments: dict[str, Any]) -> dict[str, Any]:
+            self.add(*arguments.values())
+            return arguments
+
+        return forward_step(data, model, loss=loss, change_batch=batch)
+
+    def alive(self) -> int:
+        """How many live; those of earlier iterations are looked at no more."""
+        gc.collect()
+        alive = {reference.cdata for reference in self._found if not reference.expired()}
+        self._found.clear()
+        return len(alive)
+
+
+def receive_buffers(shape: PlanShape) -> dict[Lane, int]:
+    """Buffers of each link.
+
+    During a pair its forward, its backward's micro-batch, those in between, and the next forward's are there: that is
+    the warm-up and two more. Of gradients one is there; two where the next one comes before the last reader of the one
+    before has been issued, which delayed weight gradients of a first layer and two backwards of a pair are.
+    """
+    (chunk,) = shape.chunks
+    count = shape.num_microbatches
+    gradients = 2 if shape.pair_head_and_tail or (shape.delay_wgrad and chunk.receives) else 1
+    return {
+        Lane.PREVIOUS: min(count, warmup_forwards(shape) + 2) if chunk.receives else 0,
+        Lane.NEXT: min(count, gradients) if chunk.sends else 0,
+    }
+
+
+@pytest.mark.world_size(2, 4)
+@pytest.mark.parametrize("num_microbatches", [1, 3, 9])
+@pytest.mark.parametrize("case", [{}, {"pair": True}, DELAYED], ids=["plain", "paired", "delayed weight gradients"])
+def test_nothing_of_an_iteration_outlives_it_but_the_buffers_of_the_links(case, num_microbatches, monkeypatch):
+    seen = Seen(monkeypatch)
+    with prepared(pp=torch.distributed.get_world_size(), **case) as chunks:
+        for _ in range(2):
+            run_pipeline(chunks, num_microbatches=num_microbatches, step=seen.step)
+            buffers = receive_buffers(combined_1f1b.last_step().plan.shape)
+            assert seen.alive() == buffers[Lane.PREVIOUS], "gradients enter no node's forward"
+            (links,) = combined_1f1b.registration._current()._links.values()
+            assert {lane: len(link._free) for lane, link in links._links.items()} == buffers
+
+
+@pytest.mark.world_size(2)
+def test_with_chunks_nothing_of_an_iteration_outlives_it_but_each_chunks_last_input(monkeypatch):
+    """That one is what Megatron's model keeps as its `input_tensor`."""
+    seen = Seen(monkeypatch)
+    with prepared(vpp=2) as chunks:
+        for _ in range(2):
+            run_pipeline(chunks, num_microbatches=4, step=seen.step)
+            assert seen.alive() == sum(chunk.receives for chunk in combined_1f1b.last_step().plan.shape.chunks)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("names", FAILURES.values(), ids=FAILURES)
+def test_nothing_outlives_a_failure_but_the_models_last_input(names, monkeypatch):
+    """What is on its way is held, but has entered no node."""
+    seen = Seen(monkeypatch)
+    rank = torch.distributed.get_rank()
+    with prepared() as chunks:
+        for _ in range(2):
+            with failing_after(names[rank], monkeypatch), pytest.raises(OSError, match="luck"):
+                run_pipeline(chunks, num_microbatches=4, step=seen.step)
+            assert seen.alive() == (rank > 0)
