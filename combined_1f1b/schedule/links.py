@@ -25,6 +25,10 @@ _SEND_BUFFERS = 2
 """A third send waits until the first has left: its peer is that far behind."""
 
 
+_abandoned: list[_Transfer] = []
+"""What failed iterations had on its way, in this process."""
+
+
 class _Transfer(NamedTuple):
     """A transfer on its way: the name of its op, what to wait for, the buffer."""
 
@@ -130,7 +134,6 @@ class PipelineLinks:
         }
         self._arriving: dict[tuple[Lane, int], _Transfer] = {}
         self._in_use: dict[tuple[Lane, int], torch.Tensor] = {}
-        self._abandoned: list[_Transfer] = []
         self._is_broken = False
 
     @property
@@ -185,14 +188,15 @@ class PipelineLinks:
     def abort(self) -> None:
         """After a failure: no later iteration sees what is on its way.
 
-        It is held for good: gloo stops reading from a peer whose message finds that its buffer has gone.
+        It is held for good, also when the package is uninstalled: gloo stops reading from a peer whose message finds that
+        its buffer has gone.
         """
         self._is_broken = torch.distributed.get_backend(self._group) == "nccl"
-        self._abandoned += self._arriving.values()
+        _abandoned.extend(self._arriving.values())
         self._arriving.clear()
         self._in_use.clear()
         for lane, link in list(self._links.items()):
-            self._abandoned += link.sending
+            _abandoned.extend(link.sending)
             self._links[lane] = _Link(link._peer, link._group, link.tag)
 
 

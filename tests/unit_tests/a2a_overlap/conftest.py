@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 import tempfile
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,24 @@ import torch
 import combined_1f1b.host as host
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+TIMEOUT = datetime.timedelta(seconds=60)
+
+
+class OneDeviceGloo(torch.distributed.ProcessGroupGloo):
+    """gloo groups that share one device.
+
+    A group with devices of its own keeps threads that wake 100 times a second, and the suite makes over 100 groups:
+    their wake-ups alone filled both cores.
+    """
+
+    devices: list[Any] = []
+
+    def __init__(self, store: Any, rank: int, size: int, *, timeout: datetime.timedelta) -> None:
+        options = self._Options()
+        OneDeviceGloo.devices = OneDeviceGloo.devices or [self.create_default_device()]
+        options._devices = OneDeviceGloo.devices
+        options._timeout = min(timeout, TIMEOUT)  # Megatron asks for half an hour
+        super().__init__(store, rank, size, options)
 
 
 def pytest_collection_modifyitems(items):
@@ -42,9 +61,14 @@ def device():
     if gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
     backend = "nccl" if gpus >= WORLD_SIZE else "gloo"
-    with host.activate() as active_device, tempfile.TemporaryDirectory() as folder:
+    with (
+        host.activate() as active_device,
+        tempfile.TemporaryDirectory() as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr("torch.distributed.distributed_c10d.ProcessGroupGloo", OneDeviceGloo)
         address = {} if "RANK" in os.environ else {"init_method": f"file://{folder}/store", "rank": 0, "world_size": 1}
-        torch.distributed.init_process_group(backend, timeout=datetime.timedelta(seconds=60), **address)
+        torch.distributed.init_process_group(backend, timeout=TIMEOUT, **address)
         try:
             yield active_device
         finally:
