@@ -188,8 +188,8 @@ class PipelineLinks:
     def abort(self) -> None:
         """After a failure: no later iteration sees what is on its way.
 
-        It is held for good, also when the package is uninstalled: gloo stops reading from a peer whose message finds that
-        its buffer has gone.
+        It is held for good, whatever is uninstalled: gloo stops reading from a peer whose message finds that its buffer
+        has gone.
         """
         self._is_broken = torch.distributed.get_backend(self._group) == "nccl"
         _abandoned.extend(self._arriving.values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 import tempfile
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ class OneDeviceGloo(torch.distributed.ProcessGroupGloo):
     their wake-ups alone filled both cores.
     """
 
-    devices: list[Any] = []
+    devices: ClassVar[list[Any]] = []
 
     def __init__(self, store: Any, rank: int, size: int, *, timeout: datetime.timedelta) -> None:
         options = self._Options()
