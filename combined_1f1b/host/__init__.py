@@ -5,11 +5,11 @@
         ...                              # Megatron-Core, MFSDP v2 and this package, unchanged
 
 While active, the names of torch.cuda that those libraries use are replaced (tables of patches in cuda.py, tensors.py,
-autocast.py and collectives.py): streams and events become plain objects, a CUDA device argument means the CPU, and
-work runs at once in the order in which it is issued. Replacing names has two limits: a module that took one for
-itself before (`from torch.cuda import Stream`) keeps the stock one, and a module imported inside the block that takes
-one keeps ours after the end. Of the names that Megatron-Core 0.19 takes so, none is used in training under our torch;
-it may be imported before or inside.
+autocast.py and collectives.py), and one of Megatron's own (recompute.py): streams and events become plain objects, a
+CUDA device argument means the CPU, and work runs at once in the order in which it is issued. Replacing names has two
+limits: a module that took one for itself before (`from torch.cuda import Stream`) keeps the stock one, and a module
+imported inside the block that takes one keeps ours after the end. Of the names that Megatron-Core 0.19 takes so, none
+is used in training under our torch; it may be imported before, and is when the block begins.
 
 Streams and events keep identity and report what happens to them (`observing`). Two parts check what they imply:
 

@@ -14,6 +14,7 @@ from combined_1f1b.host.cuda import cuda_patches
 from combined_1f1b.host.graphs import graph_patches
 from combined_1f1b.host.patch import AppliedPatches, Patch
 from combined_1f1b.host.random import quiet_generator_watchers
+from combined_1f1b.host.recompute import recompute_patches
 from combined_1f1b.host.steps import Observer
 from combined_1f1b.host.streams import StreamState, active_state
 from combined_1f1b.host.tensors import CPU, tensor_patches
@@ -45,6 +46,7 @@ def patches(state: StreamState) -> tuple[Patch, ...]:
         *autocast_patches(),
         *collective_patches(),
         *graph_patches(state),
+        *recompute_patches(),
     )
 
 
