@@ -15,7 +15,7 @@ from typing import Any
 from combined_1f1b.bench import options as known
 from combined_1f1b.bench.options import BenchOptions, choices, sized
 from combined_1f1b.bench.plots import draw_plots
-from combined_1f1b.bench.report import FORMAT, Report, print_report, read_report, write, write_markdown
+from combined_1f1b.bench.report import FORMAT, Report, print_report, read_report, variant_of, write, write_markdown
 from combined_1f1b.errors import ConfigError
 from combined_1f1b.training.distributed import is_first_rank, world_size
 
@@ -24,7 +24,8 @@ def bench(arguments: argparse.Namespace) -> int:
     """Measure, or read, then print and write what was asked for.
 
     Returns:
-        0, or 1 when this package's losses were not the bits of Megatron's default schedule.
+        0, or 1 when losses or gradients were not the bits of Megatron's default schedule, but for what is known of its
+        own schedules (`Variant.loses_gradients`).
     Raises:
         ConfigError: an option that cannot work, before any work.
     """
@@ -51,7 +52,7 @@ def bench(arguments: argparse.Namespace) -> int:
             )
             for path in draw_plots(report, folder):
                 print(f"picture: {path}")
-    return 1 if any(_has_wrong_losses(report) for report in reports) else 0
+    return 1 if any(_has_wrong_bits(report) for report in reports) else 0
 
 
 def _host_cost(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -192,9 +193,10 @@ def _without_results(words: list[str]) -> list[str]:
     return kept
 
 
-def _has_wrong_losses(report: Report) -> bool:
+def _has_wrong_bits(report: Report) -> bool:
     return any(
-        entry["losses_compared"] == "different" and entry["schedule"] in (known.OURS, known.PAIRED)
+        entry["losses_compared"] == "different"
+        or (entry["gradients_compared"] == "different" and not variant_of(entry).loses_gradients)
         for group in report.get("groups", ())
         for entry in group["variants"]
     )

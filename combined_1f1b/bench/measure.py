@@ -1,6 +1,7 @@
 """Measure the variants of a group in turn: A B C A B C ..., so that whatever drifts reaches all of them alike.
 
-    prepare   each variant alone: warm-up, capture where the group's mode is a graph, memory, gradients
+    prepare   each variant alone: warm-up, capture where the group's mode is a graph, memory, gradients; what does not
+              run on one rank runs on none
     sample    barrier, synchronise, issue (host time ends), synchronise (step time ends); losses are copied after it
     trace     one more step of each variant with traffic, profiled
 
@@ -13,6 +14,7 @@ import dataclasses
 import gc
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ class Run:
         seconds, host_seconds: of each sample.
         losses: of the micro-batches of a step, on this rank; losses_moved: whether a later sample gave other bits.
         peak_allocated, peak_reserved: bytes, the model's own included.
-        gradients: "" when not compared.
+        gradients: how they compare on this rank, "" when not compared.
     """
 
     variant: Variant
@@ -96,16 +98,26 @@ class GroupMeasurement:
 
     def _prepare(self, run: Run) -> None:
         say(f"  preparing {run.variant.name}{'' if run.variant.traffic else ', no traffic'}")
+        for part in (self._build, self._warm_up, self._compare_gradients):
+            self._attempt(part, run)
+            if run.refused:
+                run.workload = run.function = None
+                say(f"    does not run: {run.refused}")
+                return
+
+    def _attempt(self, part: Callable[[Run], None], run: Run) -> None:
+        """Do a part of the preparation. Where it fails on one rank, the variant is refused on all of them.
+
+        A rank that fails in the middle of a step leaves the others in its collectives, until their group's time-out.
+        """
         try:
-            self._build(run)
-            self._warm_up(run)
+            part(run)
         except Exception as error:
             # What Megatron's own schedule cannot do here is a finding; a failure of this package's is none.
             if not isinstance(error, ConfigError | torch.OutOfMemoryError) and run.variant.schedule != BUILT_IN:
                 raise
             run.refused = f"{type(error).__name__}: {error}".splitlines()[0]
-            run.workload = run.function = None
-            say(f"    does not run: {run.refused}")
+        run.refused = next(filter(None, _of_all_ranks(run.refused)), "")
 
     def _build(self, run: Run) -> None:
         variant = run.variant
@@ -139,7 +151,6 @@ class GroupMeasurement:
         run.peak_allocated = torch.cuda.max_memory_allocated() - allocated + run.workload.model_bytes
         run.peak_reserved = torch.cuda.memory_reserved() - reserved + run.workload.model_bytes
         run.losses = _losses(results)
-        self._compare_gradients(run)
 
     def _compare_gradients(self, run: Run) -> None:
         """With those of Megatron's default schedule with traffic under the same kind of wrapper, which comes first."""
@@ -156,7 +167,7 @@ class GroupMeasurement:
             same = gradients.keys() == reference.keys() and all(
                 torch.equal(gradient, reference[name]) for name, gradient in gradients.items()
             )
-            run.gradients = "equal" if _on_all_ranks(same) else "different"
+            run.gradients = "equal" if same else "different"
 
     def _link_keeps_values(self, variant: Variant) -> bool:
         """Without traffic a real link leaves every token at home, which gives other losses."""
@@ -215,7 +226,7 @@ class GroupMeasurement:
             "host_seconds": _slowest_rank(run.host_seconds),
             "losses": [] if run.losses is None else run.losses.tolist(),
             "losses_compared": self._compare_losses(run, reference),
-            "gradients_compared": run.gradients,
+            "gradients_compared": run.gradients if "different" not in _of_all_ranks(run.gradients) else "different",
             "peak_allocated": run.peak_allocated,
             "peak_reserved": run.peak_reserved,
             "traffic_shares": None if run.shares is None else run.shares.as_dict(),
@@ -226,8 +237,7 @@ class GroupMeasurement:
             return ""
         if not self._link_keeps_values(run.variant):
             return ""
-        same = not run.losses_moved and torch.equal(run.losses, reference.losses)
-        same = _on_all_ranks(same)
+        same = all(_of_all_ranks(not run.losses_moved and torch.equal(run.losses, reference.losses)))
         return "different" if not same else "reference" if run is reference else "equal"
 
 
@@ -236,14 +246,12 @@ def _losses(results: list[dict[str, torch.Tensor]]) -> torch.Tensor:
     return torch.stack([result["loss"].detach() for result in results]).cpu()
 
 
-def _on_all_ranks(value: bool) -> bool:
-    everyone: list[bool] = [False] * torch.distributed.get_world_size()
+def _of_all_ranks[Value](value: Value) -> list[Value]:
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, value)
-    return all(everyone)
+    return everyone
 
 
 def _slowest_rank(samples: list[float]) -> list[float]:
     """Sample by sample the slowest rank's: the step is over when every rank's is."""
-    everyone: list[list[float]] = [[]] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, samples)
-    return [max(values) for values in zip(*everyone, strict=True)]
+    return [max(values) for values in zip(*_of_all_ranks(samples), strict=True)]

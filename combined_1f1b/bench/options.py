@@ -99,6 +99,11 @@ class Variant:
         delayed = ", delayed wgrad" if self.delay_wgrad else ""
         return f"{_LABELS[self.schedule]}{_WRAPPERS[self.wrapper]}{delayed}"
 
+    @property
+    def loses_gradients(self) -> bool:
+        """Whether other gradients are Megatron's own known fault: those of earlier micro-batches are overwritten."""
+        return self.schedule == BUILT_IN and self.delay_wgrad and self.wrapper == "none"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:

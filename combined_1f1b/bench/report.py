@@ -56,7 +56,7 @@ def tables_of(report: Report) -> list[tuple[Group, list[Row]]]:
 
 
 def _rows(data: Mapping[str, Any], *, has_traffic: bool) -> list[Row]:
-    entries = [(_variant(entry), entry) for entry in data["variants"]]
+    entries = [(variant_of(entry), entry) for entry in data["variants"]]
     medians = {variant: summarize(entry["seconds"]).median for variant, entry in entries if entry["seconds"]}
     reference = entries[0][0]
 
@@ -96,7 +96,8 @@ def _rows(data: Mapping[str, Any], *, has_traffic: bool) -> list[Row]:
     return rows
 
 
-def _variant(entry: Mapping[str, Any]) -> Variant:
+def variant_of(entry: Mapping[str, Any]) -> Variant:
+    """The variant that an entry of a report's group is of."""
     names = ("schedule", "wrapper", "delay_wgrad", "traffic")
     return Variant(**{name: entry[name] for name in names})
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from cli_testing import ending_process_groups, fails, shared_folder
 
-from combined_1f1b.bench import workload
+from combined_1f1b.bench import measure, workload
 from combined_1f1b.bench.link import Link
-from combined_1f1b.bench.options import DEFAULT, BenchOptions, Group, Variant, sized
+from combined_1f1b.bench.options import DEFAULT, OURS, PAIRED, BenchOptions, Group, Variant, sized
 from combined_1f1b.bench.options import PRESETS as SIZES
 from combined_1f1b.cli import main
 
@@ -112,6 +112,41 @@ def test_a_real_all_to_all_with_sharding_and_delayed_weights(capsys, tmp_path):
             assert entry["losses_compared"] == ("reference" if key[1] == "ddp" else "equal")
             assert entry["gradients_compared"] == ("reference" if key[0] == DEFAULT else "equal")
     assert (text == "") == (torch.distributed.get_rank() != 0)
+
+
+@pytest.mark.world_size(2)
+def test_what_goes_wrong_on_one_rank_counts_on_all(capsys, tmp_path, monkeypatch):
+    """Where one rank alone refused a variant, the others would measure it and wait in its collectives for ever."""
+    failing = {
+        "_build": Variant(schedule=OURS),
+        "_warm_up": Variant(schedule=PAIRED),
+        "_compare_gradients": Variant(schedule=OURS, delay_wgrad=True),
+    }
+    losing = Variant(schedule=PAIRED, delay_wgrad=True)
+
+    def mutated(part, original):
+        def mutation(self, run):
+            original(self, run)
+            if torch.distributed.get_rank() == 1 and run.variant == failing[part]:
+                raise torch.OutOfMemoryError(f"too large to {part}")
+            if torch.distributed.get_rank() == 1 and run.variant == losing:
+                next(run.workload.model.parameters()).grad = None
+
+        return mutation
+
+    for part in failing:
+        monkeypatch.setattr(measure.GroupMeasurement, part, mutated(part, getattr(measure.GroupMeasurement, part)))
+    words = ("--schedules", "default,ours,ours-paired", "--no-traffic", "none", "--delay-wgrad", "--samples", "1")
+    report, _, code = run(capsys, shared_folder(tmp_path), *words, "--data-parallel", "none", "--modes", "eager")
+    assert code == (1 if torch.distributed.get_rank() == 0 else 0), "other gradients, which rank 0 has the report of"
+    found = {key[2:]: entry for key, entry in variants_of(report).items()}
+    refused = {
+        (variant.schedule, "none", variant.delay_wgrad): f"OutOfMemoryError: too large to {part}"
+        for part, variant in failing.items()
+    }
+    assert {key: entry["refused"] for key, entry in found.items() if entry["refused"]} == refused
+    answers = [(found[key]["losses_compared"], found[key]["gradients_compared"]) for key in found.keys() - refused]
+    assert sorted(answers) == [("equal", "different"), ("reference", "reference")]
 
 
 @pytest.mark.world_size(2)
