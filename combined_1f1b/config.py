@@ -32,6 +32,7 @@ def draws_random_numbers(config: Any) -> bool:
         or config.attention_dropout
         or config.moe_input_jitter_eps
         or config.moe_router_force_load_balancing
+        or config.moe_router_force_biased is not None
     )
 
 

@@ -64,7 +64,13 @@ def test_numbers_of_microbatches(count):
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
-    "changes", [{"hidden_dropout": 0.1}, {"attention_dropout": 0.1}, {"moe_input_jitter_eps": 0.1}]
+    "changes",
+    [
+        {"hidden_dropout": 0.1},
+        {"attention_dropout": 0.1},
+        {"moe_input_jitter_eps": 0.1},
+        {"moe_router_force_biased": 0.5},
+    ],
 )
 def test_forwards_that_draw_random_numbers_are_not_interleaved(changes):
     assert_same(
