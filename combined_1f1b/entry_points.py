@@ -21,8 +21,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from combined_1f1b.config import FLAG, check_config
-from combined_1f1b.errors import ConfigError
-from combined_1f1b.schedule.interleaved import InterleavedIteration, check_plan, pipeline_of
+from combined_1f1b.errors import ConfigError, OverlapError
+from combined_1f1b.schedule.interleaved import InterleavedIteration
+from combined_1f1b.schedule.iteration import check_plan, pipeline_of
 from combined_1f1b.schedule.no_pipelining import run_iteration
 from combined_1f1b.schedule.pipeline_order import Call
 from combined_1f1b.schedule.pipelining import PipelineCall, run_pipeline
@@ -63,7 +64,7 @@ def no_pipelining(installation: Installation, original: Callable[..., Any]) -> C
             )  # fmt: skip
         check_config(config)
         chunk = installation.chunk(model)
-        installation.agree(num_microbatches)
+        installation.agree(num_microbatches, model=model)
         inputs = StepInputs(
             forward_step_func=forward_step_func,
             data_iterator=data_iterator,
@@ -172,8 +173,8 @@ def interleaved(installation: Installation, original: Callable[..., Any]) -> Cal
                 if post_backward is not None:
                     post_backward(input_gradient, backward.chunk)
                 after_backward(backward.turn)
-        except BaseException:
-            installation.interleaved = None
+        except BaseException as error:
+            installation.cut_off(error)
             raise
         if iteration.is_over:
             installation.interleaved = None
@@ -184,18 +185,22 @@ def interleaved(installation: Installation, original: Callable[..., Any]) -> Cal
 
 
 def _start_interleaved(installation: Installation, inputs: list[StepInputs]) -> None:
-    """A first forward starts an iteration."""
-    config = inputs[0].config
-    check_config(config)
-    installation.agree(inputs[0].num_microbatches)
-    installation.interleaved = InterleavedIteration(inputs, **_place(installation, [one.model for one in inputs]))
+    """A first forward starts an iteration. What `around_interleaved` checks is checked here again: Megatron's function
+    may have been fetched before `install`."""
+    models = [one.model for one in inputs]
+    installation.cut_off(OverlapError("given up between two slots"))
+    installation.refuse_if_cut_off()
+    check_config(inputs[0].config)
+    installation.agree(inputs[0].num_microbatches, model=models[0])
+    installation.interleaved = InterleavedIteration(inputs, **_place(installation, models))
 
 
 def _place(installation: Installation, models: list[torch.nn.Module]) -> dict[str, Any]:
     """What a rank's plan depends on, beside the number of micro-batches."""
-    group = parallel_state.get_pipeline_model_parallel_group()
+    chunks = [installation.chunk(model, is_whole=False) for model in models]
+    group = chunks[0].model.pg_collection.pp
     return {
-        "chunks": [installation.chunk(model, is_whole=False) for model in models],
+        "chunks": chunks,
         "options": installation.options,
         "pipeline": pipeline_of(get_model_config(models[0]), size=group.size(), rank=group.rank(), chunks=len(models)),
     }
@@ -217,15 +222,14 @@ def around_interleaved(installation: Installation, original: Callable[..., Any])
             and not arguments.get("forward_only")
             and not any(find_megatron_fsdp(model) is not None for model in models)
         ):
+            installation.refuse_if_cut_off()
             check_config(config)
-            installation.agree(count, across_stages=True)
+            installation.agree(count, model=models[0], across_stages=True)
             check_plan(models, num_microbatches=count, **_place(installation, models))
         try:
             return original(**arguments)
         except BaseException as error:
-            left, installation.interleaved = installation.interleaved, None
-            if left is not None:
-                left.abort(error)
+            installation.cut_off(error)
             raise
 
     return driver
@@ -255,14 +259,16 @@ def pipelining(installation: Installation, original: Callable[..., Any]) -> Call
                 FLAG, True, "the model is wrapped in MFSDP v1, which no combined schedule of pipelines can drive",
                 "use combined_1f1b.shard_model (MFSDP v2), or set it to False before wrapping",
             )  # fmt: skip
-        chunk = installation.chunk(model, is_whole=False)
         if communicator is None and groups is None:
             group = parallel_state.get_pipeline_model_parallel_group()
             communicator = P2PCommunicator(pp_group=group, config=config)
             groups = schedules._build_default_pg_collection()
         elif communicator is None or groups is None:
             raise ValueError("Provide both p2p_communicator and pg_collection, or neither")
-        installation.agree(arguments["num_microbatches"], across_stages=True)
+        links = installation.links(communicator)
+        links.begin()  # before whatever can fail on one rank alone: the ranks count iterations alike
+        chunk = installation.chunk(model, is_whole=False)
+        installation.agree(arguments["num_microbatches"], model=model, across_stages=True)
         installation.last_step, reports = run_pipeline(
             PipelineCall(
                 forward_step_func=arguments["forward_step_func"],
@@ -281,7 +287,7 @@ def pipelining(installation: Installation, original: Callable[..., Any]) -> Call
             ),
             chunk=chunk,
             options=installation.options,
-            links=installation.links(communicator),
+            links=links,
         )
         return reports
 

@@ -23,13 +23,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from combined_1f1b import entry_points
 from combined_1f1b.config import FLAG, OverlapOptions, check_config, check_disabled
-from combined_1f1b.errors import ConfigError, SurfaceError
+from combined_1f1b.errors import ConfigError, OverlapError, SurfaceError
 from combined_1f1b.schedule.interleaved import InterleavedIteration
 from combined_1f1b.schedule.iteration import StepReport
 from combined_1f1b.schedule.layer_plan import ModelChunk
@@ -58,6 +57,7 @@ class Installation:
         options: what Megatron's config has no field for.
         last_step: the report of the last iteration that ran to its end.
         interleaved: the iteration that Megatron's interleaved driver is in the middle of.
+        is_cut_off: whether such an iteration failed, with transfers of Megatron's on their way.
     """
 
     def __init__(self, options: OverlapOptions) -> None:
@@ -66,10 +66,13 @@ class Installation:
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._entered: list[OverlapOptions | None] = []
         self.replaced_options: OverlapOptions | None = None
-        self._agreed: tuple[int, set[int]] | None = None
+        self._agreed: tuple[int, list[Any]] | None = None
         self._told: set[str] = set()
         self.interleaved: InterleavedIteration | None = None
-        self._links: dict[int, PipelineLinks] = {}
+        self.is_cut_off = False
+        self._links: dict[Any, PipelineLinks] = {}
+        for name in _ENTRY_POINTS:
+            _require(name)
         self._originals = {name: getattr(schedules, name) for name in _ENTRY_POINTS}
         self.original_driver: Callable[..., Any] = self._originals[_DRIVER]
         self.original_post_init: Callable[[Any], None] = TransformerConfig.__post_init__
@@ -95,10 +98,10 @@ class Installation:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         outer = self._entered.pop()
-        if outer is None:
-            uninstall()
-        else:
+        if outer is not None:
             self.options = outer
+        elif _current() is self:  # not one that was installed since
+            self.remove()
 
     def chunk(self, model: torch.nn.Module, *, is_whole: bool = True) -> ModelChunk:
         """The model, cut into nodes. It is kept on the model itself: it refers to the model and should end with it."""
@@ -114,37 +117,62 @@ class Installation:
     def links(self, communicator: Any) -> PipelineLinks:
         """The links to the neighbouring pipeline stages, made once for each group."""
         group = communicator.pp_group
-        if id(group) not in self._links:
-            self._links[id(group)] = PipelineLinks(communicator)
-        return self._links[id(group)]
+        if group not in self._links:
+            self._links[group] = PipelineLinks(communicator)
+        return self._links[group]
 
-    def agree(self, num_microbatches: int, *, across_stages: bool = False) -> None:
+    def agree(self, num_microbatches: int, *, model: torch.nn.Module, across_stages: bool = False) -> None:
         """Compare the number of micro-batches across ranks at the first iteration and whenever it changes here.
 
         Ranks that disagree would wait for each other inside an all-to-all. A rank that changes alone gets an error from
         this comparison, and the others from the collective that it is missing in.
 
         Args:
+            model: whose process groups take part.
             across_stages: compare the stages of the pipeline too. In the slots of Megatron's interleaved driver it is
                 too late for that: a stage comes there only when the one before has sent.
         """
         if torch.cuda.is_current_stream_capturing():
             return  # reading the answer would synchronise; the iterations that warmed up have compared
-        groups = [parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)]
+        groups = groups_of(model)
+        kinds = {"data-parallel": groups.dp_cp, "tensor-parallel": groups.tp}
         if across_stages:
-            groups.append(parallel_state.get_pipeline_model_parallel_group())
-        compared = set(map(id, groups))
-        if self._agreed is not None and self._agreed[0] == num_microbatches and compared <= self._agreed[1]:
+            kinds["pipeline-parallel"] = groups.pp
+        compared = list(kinds.values())
+        if (
+            self._agreed is not None
+            and self._agreed[0] == num_microbatches
+            and all(group in self._agreed[1] for group in compared)
+        ):
             return
         self._agreed = None
-        counts = [_gathered(num_microbatches, group) for group in groups]
-        for found, kind in zip(counts, ("data-parallel", "pipeline-parallel"), strict=False):
+        counts = {kind: _gathered(num_microbatches, group) for kind, group in kinds.items()}
+        for kind, found in counts.items():
             if len(set(found)) > 1:
                 raise ConfigError.of(
                     "num_microbatches", num_microbatches, f"ranks disagree, by rank of the {kind} group: {found}",
                     "give every rank the same number of micro-batches",
                 )  # fmt: skip
         self._agreed = (num_microbatches, compared)
+
+    def cut_off(self, error: BaseException) -> None:
+        """Megatron's interleaved driver has ended early. What it had on its way has no tags: a retry would take it."""
+        left, self.interleaved = self.interleaved, None
+        if left is not None:
+            self.is_cut_off = not left.is_over
+            left.abort(error)
+
+    def refuse_if_cut_off(self) -> None:
+        """Before an iteration of Megatron's interleaved driver.
+
+        Raises:
+            OverlapError: what an earlier one has left on its way would be taken for this one's.
+        """
+        if self.is_cut_off:
+            raise OverlapError(
+                "an iteration failed, and what Megatron had on its way between pipeline stages would be taken for this "
+                "iteration's; start the processes again"
+            )
 
     def tell_once(self, message: str) -> None:
         if message not in self._told:
@@ -174,6 +202,11 @@ class Installation:
         return post_init
 
 
+def groups_of(model: torch.nn.Module) -> Any:
+    """The ProcessGroupCollection that a model was built with."""
+    return innermost_model(model).pg_collection
+
+
 def _gathered(num_microbatches: int, group: Any) -> list[int]:
     mine = torch.tensor([num_microbatches], dtype=torch.int64, device=torch.cuda.current_device())
     everyone = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
@@ -185,10 +218,14 @@ def _gathered(num_microbatches: int, group: Any) -> list[int]:
     return [int(count) for count in everyone]
 
 
+def _require(name: str) -> None:
+    if not hasattr(schedules, name):
+        raise SurfaceError(f"megatron.core.pipeline_parallel.schedules.{name} has gone: use megatron-core 0.19.x")
+
+
 def _current() -> Installation | None:
     """The installation behind Megatron's entry point, if there is one: what is rebound is the only state."""
-    if not hasattr(schedules, _DRIVER):
-        raise SurfaceError(f"megatron.core.pipeline_parallel.schedules.{_DRIVER} has gone: use megatron-core 0.19.x")
+    _require(_DRIVER)
     installation: Installation | None = getattr(getattr(schedules, _DRIVER), "installation", None)
     return installation
 

@@ -10,51 +10,16 @@ calls, and a call that is not the one that the plan has next is a mistake and ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from combined_1f1b.config import OverlapOptions
 from combined_1f1b.errors import PlanError
-from combined_1f1b.fsdp_adapter.protocol import driver_of
-from combined_1f1b.fsdp_adapter.several_chunks import joined
-from combined_1f1b.schedule.iteration import Iteration, Pipeline, StepReport, plan_for
+from combined_1f1b.schedule.iteration import Iteration, Pipeline, StepReport
 from combined_1f1b.schedule.layer_plan import ModelChunk
 from combined_1f1b.schedule.pipeline_order import Call
 from combined_1f1b.schedule.step import StepInputs
-
-
-def pipeline_of(config: Any, *, size: int, rank: int, chunks: int) -> Pipeline:
-    """Where a rank stands, and how Megatron splits the layers over the pipeline stages."""
-    stages = [None] if chunks == 1 else list(range(chunks))
-    layout = config.pipeline_model_parallel_layout
-    if layout is None:
-        layers_of = partial(get_num_layers_to_build, config)
-    else:  # of which Megatron's function would give every stage this rank's numbers
-        layers_of = layout.get_num_layers_to_build
-    counts = tuple(layers_of(vp_stage=stage, pp_rank=peer) for stage in stages for peer in range(size))
-    group = config.microbatch_group_size_per_vp_stage if chunks > 1 else None
-    return Pipeline(size=size, rank=rank, group=group, layer_counts=counts)
-
-
-def check_plan(
-    models: Sequence[Any],
-    *,
-    num_microbatches: int,
-    chunks: Sequence[ModelChunk],
-    options: OverlapOptions,
-    pipeline: Pipeline,
-) -> None:
-    """Build the plan that an iteration of these models will find ready.
-
-    Raises:
-        ConfigError: a setting cannot work.
-    """
-    driver = joined([driver_of(model) for model in models])
-    plan_for(chunks=chunks, driver=driver, num_microbatches=num_microbatches, options=options, pipeline=pipeline)
 
 
 class InterleavedIteration:
@@ -109,23 +74,20 @@ class InterleavedIteration:
                 + plan.excerpt(fragment.start)
             )
         self._next += 1
-        try:
+        output = num_tokens = input_gradient = None
+        with self._iteration.aborting():
             before()
             if forward:
                 steps[forward.chunk].start(forward.microbatch, input_tensor)
             if backward:
                 steps[backward.chunk].start_backward(backward.microbatch, output_gradient)
-        except BaseException as error:
-            self._iteration.abort(error)
-            raise
-        self._iteration.run(fragment.start, fragment.end)
-        output = num_tokens = input_gradient = None
-        if forward:
-            output = steps[forward.chunk].finish_forward(forward.microbatch)
-            num_tokens = steps[forward.chunk].num_tokens[-1]
-        if backward:
-            input_gradient = steps[backward.chunk].input_gradient(backward.microbatch)
-            steps[backward.chunk].finish_backward(backward.microbatch)
+            self._iteration.run(fragment.start, fragment.end)
+            if forward:
+                output = steps[forward.chunk].finish_forward(forward.microbatch)
+                num_tokens = steps[forward.chunk].num_tokens[-1]
+            if backward:
+                input_gradient = steps[backward.chunk].input_gradient(backward.microbatch)
+                steps[backward.chunk].finish_backward(backward.microbatch)
         return output, num_tokens, input_gradient
 
     @property
@@ -138,7 +100,9 @@ class InterleavedIteration:
         return self._iteration.finish()
 
     def abort(self, error: BaseException) -> None:
-        """After a failure outside of a fragment, in Megatron's own part of the iteration."""
+        """After a failure. One outside of a fragment, in Megatron's own part of the iteration, gets notes here."""
+        if self._iteration.is_aborted:
+            return
         plan = self._iteration.plan
         fragments = plan.fragments
         start = fragments[self._next].start if self._next < len(fragments) else len(plan.ops) - 1

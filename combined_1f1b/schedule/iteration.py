@@ -7,13 +7,14 @@ open ─ run(start, end) ─ run(...) ─ ... ─ finish       the whole plan at
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from combined_1f1b.config import OverlapOptions, draws_random_numbers
 from combined_1f1b.errors import ConfigError
@@ -108,6 +109,36 @@ def plan_for(
     )
 
 
+def pipeline_of(config: Any, *, size: int, rank: int, chunks: int) -> Pipeline:
+    """Where a rank stands, and how Megatron splits the layers over the pipeline stages."""
+    stages = [None] if chunks == 1 else list(range(chunks))
+    layout = config.pipeline_model_parallel_layout
+    if layout is None:
+        layers_of = partial(get_num_layers_to_build, config)
+    else:  # of which Megatron's function would give every stage this rank's numbers
+        layers_of = layout.get_num_layers_to_build
+    counts = tuple(layers_of(vp_stage=stage, pp_rank=peer) for stage in stages for peer in range(size))
+    group = config.microbatch_group_size_per_vp_stage if chunks > 1 else None
+    return Pipeline(size=size, rank=rank, group=group, layer_counts=counts)
+
+
+def check_plan(
+    models: Sequence[torch.nn.Module],
+    *,
+    num_microbatches: int,
+    chunks: Sequence[ModelChunk],
+    options: OverlapOptions,
+    pipeline: Pipeline,
+) -> None:
+    """Build the plan that an iteration of these models will find ready.
+
+    Raises:
+        ConfigError: a setting cannot work.
+    """
+    driver = joined([driver_of(model) for model in models])
+    plan_for(chunks=chunks, driver=driver, num_microbatches=num_microbatches, options=options, pipeline=pipeline)
+
+
 class Iteration:
     """One iteration.
 
@@ -124,6 +155,7 @@ class Iteration:
         plan: the rank's plan.
         steps: the chunks' steps.
         lanes: the streams.
+        is_aborted: whether it failed.
 
     Raises:
         ConfigError: the number of micro-batches cannot work.
@@ -162,6 +194,8 @@ class Iteration:
             for one, chunk, driver in zip(inputs, chunks, drivers, strict=True)
         ]
         self._num_microbatches = count
+        self._timers = config.timers
+        self.is_aborted = False
         self._carried = Carried({}, {})
         # With multi-token prediction the last chunk has two units that are no stage of it, "root" and "embedding".
         chunk_of = {unit: number for number, driver in enumerate(drivers) for unit in driver.units}
@@ -173,14 +207,14 @@ class Iteration:
 
     def open(self) -> None:
         """Before the first op."""
-        with self._aborting():
+        with self.aborting():
             for step in self.steps:
                 step.open()
             self._driver.begin_iteration()
 
     def run(self, start: int = 0, end: int | None = None) -> None:
         """Issue ops, all of them by default."""
-        with self._aborting():
+        with self.aborting():
             execute(
                 self.plan,
                 lanes=self.lanes,
@@ -192,10 +226,9 @@ class Iteration:
 
     def finish(self) -> StepReport:
         """After the last op."""
-        with self._aborting():
+        with self.aborting():
             self._driver.finish_iteration()
-        for step in self.steps:
-            step.close()
+        self._close()
         pairs = self.plan.pairs
         return StepReport(
             schedule="combined_1f1b",
@@ -208,18 +241,31 @@ class Iteration:
         )
 
     def abort(self, error: BaseException) -> None:
-        """Bring everything back to rest after a failure, which gets notes."""
+        """Bring everything back to rest after a failure, which gets notes. Another call does nothing."""
+        if self.is_aborted:
+            return
+        self.is_aborted = True
         error.add_note(f"in an iteration of num_microbatches={self._num_microbatches} on this rank")
         try:
             self.lanes.join()
         except RuntimeError as joining:  # an invalidated capture refuses every wait: the failure itself must get out
             error.add_note(f"the lanes could not be joined: {joining}")
-        self._driver.abort()
-        for step in self.steps:
-            step.close()
+        if self._timers is not None:
+            for name, level in _TIMERS.items():
+                self._timers(name, log_level=level).reset()  # started, they would refuse a retry
+        try:
+            self._driver.abort()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        with ExitStack() as closing:
+            for step in self.steps:
+                closing.callback(step.close)
 
     @contextmanager
-    def _aborting(self) -> Iterator[None]:
+    def aborting(self) -> Iterator[None]:
+        """Around what belongs to the iteration: a failure aborts it."""
         try:
             yield
         except BaseException as error:
@@ -230,6 +276,10 @@ class Iteration:
     def num_tokens(self) -> list[torch.Tensor]:
         """What the loss functions counted."""
         return [tokens for step in self.steps for tokens in step.num_tokens]
+
+
+_TIMERS = {"forward-backward": 1, "forward-compute": 2, "backward-compute": 2}
+"""Megatron's timers that may be running when an iteration fails, with their levels."""
 
 
 def _interleaved_forwards(plan: Plan) -> frozenset[int]:

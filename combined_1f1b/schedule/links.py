@@ -4,8 +4,8 @@
     receive  the link's stream receives into a buffer; who needs the tensor waits for it then
 
 A link is a stream and a neighbour. Both ends issue a link's transfers in the order of their plans, which is the same
-(`transfers.py`), so a transfer can only wait for its own other end. Buffers are never freed, since several streams use
-them: the next user of one waits for the one before.
+(`ranks.py` proves it), so a transfer can only wait for its own other end. Several streams use a buffer: the next user
+waits for the one before, and what has been sent goes when the iteration's lanes have met.
 """
 
 from __future__ import annotations
@@ -56,9 +56,13 @@ class _Link:
         self._free: deque[_Free] = deque()
 
     def begin(self) -> None:
-        """An iteration starts: everything of the one before is done, and its events may not enter a capture."""
+        """An iteration starts: everything of the one before is done, and its events may not enter a capture.
+
+        A capture makes its buffers anew, in the memory of its graph: what others own may go while the graph lives.
+        """
         self.tag += 1
-        self._free = deque(_Free(free.buffer, None) for free in self._free)
+        is_captured = torch.cuda.is_current_stream_capturing()
+        self._free = deque(() if is_captured else [_Free(free.buffer, None) for free in self._free])
 
     def send(self, name: str, tensor: torch.Tensor, producer: Any) -> None:
         """Send a tensor that the stream `producer` has made; the link's stream is current."""
@@ -150,7 +154,7 @@ class PipelineLinks:
         if self._is_broken:
             raise OverlapError(
                 "an iteration failed, and what it had on its way between pipeline stages would be taken for this "
-                "iteration's, since NCCL has no tags; start the processes again"
+                "iteration's, since only gloo tells transfers apart; start the processes again"
             )
         for link in self._links.values():
             link.begin()
@@ -191,7 +195,7 @@ class PipelineLinks:
         It is held for good, whatever is uninstalled: gloo stops reading from a peer whose message finds that its buffer
         has gone.
         """
-        self._is_broken = torch.distributed.get_backend(self._group) == "nccl"
+        self._is_broken = torch.distributed.get_backend(self._group) != "gloo"
         _abandoned.extend(self._arriving.values())
         self._arriving.clear()
         self._in_use.clear()

@@ -87,11 +87,12 @@ def check_hooks(model: Any, inner: GPTModel) -> None:
     # Megatron's overlapped parameter gather hooks every module; where it matters, on modules that do run.
     names = _HOOKS if gathers else _HOOKS + _PRE_HOOKS
     _check_hooks(inner, _HOOKS)
-    _check_hooks(inner.decoder, names)
-    for layer in inner.decoder.layers:
-        _check_hooks(layer, names)
-        if isinstance(layer.mlp, MoELayer):
-            _check_hooks(layer.mlp, names)
+    layers, around = [*inner.decoder.layers], [inner.decoder]
+    if getattr(inner, "mtp_process", False):
+        layers += [layer.mtp_model_layer for layer in inner.mtp.layers]
+        around += [inner.mtp, *inner.mtp.layers]
+    for module in (*around, *layers, *(layer.mlp for layer in layers if isinstance(layer.mlp, MoELayer))):
+        _check_hooks(module, names)
 
 
 def check_arguments(config: Any, arguments: dict[str, Any]) -> None:

@@ -24,8 +24,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from combined_1f1b.config import OverlapOptions
 from combined_1f1b.errors import ConfigError
 from combined_1f1b.schedule.executor import Handler, Issue
-from combined_1f1b.schedule.interleaved import pipeline_of
-from combined_1f1b.schedule.iteration import Iteration, StepReport
+from combined_1f1b.schedule.iteration import Iteration, StepReport, pipeline_of
 from combined_1f1b.schedule.layer_plan import ModelChunk
 from combined_1f1b.schedule.links import PipelineLinks
 from combined_1f1b.schedule.ops import Kind, Lane
@@ -134,6 +133,12 @@ class _Transfers:
             with torch.cuda.stream(self._lanes.compute):
                 self._enter(issue.op.microbatch)
         output = self._step.finish_forward(issue.op.microbatch)
+        if output.shape != self._sent or output.dtype != self._dtype:
+            raise ConfigError.of(
+                "seq_length, micro_batch_size and pipeline_dtype", (*self._sent, self._dtype),
+                f"the output of micro-batch {issue.op.microbatch} is {(*output.shape, output.dtype)}, which the next "
+                "stage does not expect", "announce what the batches have",
+            )  # fmt: skip
         self._links.send(issue.op, output, producer=self._producer)
 
     def _send_backward(self, issue: Issue) -> None:
@@ -167,7 +172,7 @@ def run_pipeline(
         call: the function's arguments.
         chunk: the model, cut into nodes.
         options: what Megatron's config has no field for.
-        links: to the neighbouring stages.
+        links: to the neighbouring stages, on which the iteration has begun.
 
     Returns:
         The report, and what the loss functions reported; empty except on the last stage.
@@ -208,7 +213,6 @@ def run_pipeline(
         ).table(own),
         links=links.streams,
     )
-    links.begin()
     if config.finalize_model_grads_func is not None:
         embedding_module = clear_embedding_activation_buffer(config, call.model, last)
     if config.timers is not None:
@@ -216,7 +220,9 @@ def run_pipeline(
     try:
         iteration.open()
         iteration.run()
-        links.finish()
+        with iteration.aborting():
+            links.finish()
+            iteration.lanes.join()  # the last tensors have left before the caller goes on
     except BaseException:
         links.abort()
         raise

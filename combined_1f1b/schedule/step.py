@@ -129,9 +129,10 @@ class Step:
 
     def close(self) -> None:
         """Leave the no_sync context and put the modules' own state back, after the last op as after a failure."""
-        self._unsynchronised.close()
-        self._microbatches.clear()
-        self._chunk.end_iteration()
+        with ExitStack() as closing:
+            closing.callback(self._chunk.end_iteration)
+            closing.callback(self._microbatches.clear)
+            closing.callback(self._unsynchronised.close)
 
     def _needs_shared_weights(self) -> bool:
         """Whether several nodes use a weight, so that its contributions have to be held together (`shared_weights.py`).

@@ -11,7 +11,7 @@ from host_models import batches, build, config_of, differing, parallel, seed, ta
 from parity_testing import EXPERT_SIZE, forward_step, run, set_flag
 
 import combined_1f1b
-from combined_1f1b.errors import ConfigError
+from combined_1f1b.errors import ConfigError, UnsupportedModelError
 
 
 @pytest.fixture(autouse=True)
@@ -204,6 +204,26 @@ def test_a_shadowed_method_of_the_users_own_is_put_back(model):
     run(model)
     assert vars(model.module)["forward"] is own
     assert "build_schedule_plan" not in vars(model.module)
+
+
+@pytest.mark.world_size(1)
+def test_a_hook_on_multi_token_prediction_that_would_not_fire_is_refused():
+    model = build(expert_model_parallel_size=1, num_layers=1, mtp_num_layers=1)
+    set_flag(model, True)
+    block = model.module.mtp
+    layer = block.layers[0]
+    asked = []
+    for module in (block, layer, layer.mtp_model_layer, layer.mtp_model_layer.mlp):
+        for register in (module.register_forward_hook, module.register_forward_pre_hook):
+            hook = register(lambda *_: None)
+            with pytest.raises(UnsupportedModelError, match=rf"{type(module).__name__}.*hooks"):
+                run(model, step=lambda data, model: asked.append(1))
+            hook.remove()
+    assert not asked
+    fired = []
+    layer.eh_proj.register_forward_hook(lambda *_: fired.append(1))  # this one runs
+    run(model, num_microbatches=1)
+    assert fired == [1]
 
 
 @pytest.mark.world_size(1)

@@ -131,6 +131,22 @@ def test_timers_of_level_two_run_and_are_stopped_at_the_end(count):
 
 
 @pytest.mark.world_size(1)
+def test_timers_do_not_stand_in_the_way_of_a_retry():
+    """Started and not stopped, Megatron's would refuse to start."""
+    model = build(expert_model_parallel_size=1)
+    set_flag(model, True)
+    config_of(model).timers = Timers(2, "minmax")
+    for _ in range(2):
+        with pytest.raises(OSError, match="out of luck"):
+            run(model, num_microbatches=3, step=partial(forward_step, loss=raising))
+    run(model, num_microbatches=3)
+
+
+def raising(_output):
+    raise OSError("out of luck")
+
+
+@pytest.mark.world_size(1)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_after_a_failure_at_any_kind_of_op_a_retry_gives_the_same_bits(monkeypatch, sharded):
     model = build(expert_model_parallel_size=1, num_layers=1, **TIED)

@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 from host_models import differing, loss_of, parallel, seed
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from parity_testing import forward_step
 from pipeline_testing import Stages, run_pipeline, set_flags
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import combined_1f1b
-from combined_1f1b.errors import OverlapError
+from combined_1f1b.errors import ConfigError, OverlapError
 from combined_1f1b.schedule import iteration as schedule_iteration
 from combined_1f1b.schedule.executor import Handler, Issue
+from combined_1f1b.schedule.iteration import Iteration
+from combined_1f1b.schedule.links import PipelineLinks
 from combined_1f1b.schedule.node import Node
 from combined_1f1b.schedule.ops import Kind, Lane
 from combined_1f1b.schedule.pipeline_order import warmup_forwards
@@ -31,10 +34,14 @@ def on_device(device):
 
 
 @contextmanager
-def prepared(*, pp: int = 2, vpp: int = 1, pair: bool = False, **changes: Any) -> Iterator[list[Any]]:
-    virtual = {"virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {}
+def prepared(
+    *, pp: int = 2, vpp: int = 1, pair: bool = False, sizes: Mapping[str, int] | None = None, **changes: Any
+) -> Iterator[list[Any]]:
+    all_sizes = {"pipeline_model_parallel_size": pp, **(sizes or {})}
+    if vpp > 1:
+        all_sizes["virtual_pipeline_model_parallel_size"] = vpp
     options = combined_1f1b.OverlapOptions(pair_head_and_tail=pair)
-    with combined_1f1b.install(options), parallel(pipeline_model_parallel_size=pp, **virtual):
+    with combined_1f1b.install(options), parallel(**all_sizes):
         chunks: list[Any] = Stages(pp=pp, vpp=vpp, changes=changes).build()
         set_flags(chunks, True)
         yield chunks
@@ -135,8 +142,96 @@ def test_without_tags_a_retry_is_refused(monkeypatch):
             monkeypatch.setattr(torch.distributed, "get_backend", lambda group=None: "nccl")
             with pytest.raises(OSError, match="luck"):
                 bits(chunks, num_microbatches=4)
-        with pytest.raises(OverlapError, match="NCCL has no tags; start the processes again"):
+        with pytest.raises(OverlapError, match="only gloo tells transfers apart; start the processes again"):
             bits(chunks, num_microbatches=4)
+
+
+@pytest.mark.world_size(2)
+def test_with_chunks_a_retry_is_refused_since_the_transfers_are_megatrons(monkeypatch):
+    """A failure between two slots ends our iteration all the same. In groups of their own: what is on its way stays."""
+    with prepared(vpp=2, sizes={"context_parallel_size": 1}) as chunks:
+        aborted: list[Iteration] = []
+        abort = Iteration.abort
+        monkeypatch.setattr(Iteration, "abort", lambda own, error: (aborted.append(own), abort(own, error)))
+        with monkeypatch.context() as patch:
+            is_first = torch.distributed.get_rank() == 0  # and waits for no transfer of the other stage's here
+            send = P2PCommunicator.send_forward_recv_forward if is_first else nothing
+            patch.setattr(P2PCommunicator, "send_forward_recv_forward", lambda *a, **o: raising(send(*a, **o)))
+            with pytest.raises(OSError, match="luck") as caught:
+                bits(chunks, num_microbatches=4)
+        assert any("in Megatron's transfers after" in note for note in caught.value.__notes__)
+        assert aborted[0].is_aborted
+        with pytest.raises(OverlapError, match="what Megatron had on its way"):
+            bits(chunks, num_microbatches=4)
+
+
+def nothing(*_arguments: Any, **_options: Any) -> None:
+    pass
+
+
+def raising(*_arguments: Any, **_options: Any) -> None:
+    raise OSError("out of luck")
+
+
+@pytest.mark.world_size(2)
+def test_a_failure_of_the_last_transfers_ends_the_iteration_too(monkeypatch):
+    with prepared() as chunks:
+        reference = bits(chunks, num_microbatches=4)
+        with monkeypatch.context() as patch:
+            patch.setattr(PipelineLinks, "finish", raising)
+            with pytest.raises(OSError, match="luck") as caught:
+                bits(chunks, num_microbatches=4)
+        assert any("num_microbatches=4" in note for note in caught.value.__notes__), "the iteration was not aborted"
+        for chunk in chunks:
+            chunk.zero_grad()
+        assert differing(reference, bits(chunks, num_microbatches=4)) == set()
+
+
+@pytest.mark.world_size(2)
+def test_ranks_count_iterations_alike_when_one_fails_before_its_first_op(monkeypatch):
+    """If not, transfers of a retry would have different tags, and wait for each other."""
+    with prepared() as chunks:
+        reference = bits(chunks, num_microbatches=4)
+        if torch.distributed.get_rank() == 0:
+            hook = chunks[0].module.decoder.layers[0].register_forward_hook(lambda *_: None)
+            with pytest.raises(ConfigError, match="hook"):
+                bits(chunks, num_microbatches=4)
+            hook.remove()
+        else:
+            with failing_after("RECV_F0", monkeypatch), pytest.raises(OSError, match="luck"):
+                bits(chunks, num_microbatches=4)
+        for chunk in chunks:
+            chunk.zero_grad()
+        assert differing(reference, bits(chunks, num_microbatches=4)) == set()
+
+
+@pytest.mark.world_size(2)
+def test_what_the_next_stage_does_not_expect_is_not_sent(monkeypatch):
+    def shorter(data: Any, model: Any) -> Any:
+        def cut(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {name: value[..., :4, :4] if value.dim() > 2 else value[:, :4] for name, value in batch.items()}
+
+        return forward_step(data, model, change_batch=cut)
+
+    with prepared() as chunks:
+        if torch.distributed.get_rank() == 0:
+            with pytest.raises(ConfigError, match=r"seq_length.*micro-batch 0 is \(4, 2, 16"):
+                bits(chunks, num_microbatches=4, step=shorter)
+        else:
+            with failing_after("RECV_F0", monkeypatch), pytest.raises(OSError, match="luck"):
+                bits(chunks, num_microbatches=4)
+
+
+@pytest.mark.world_size(2)
+def test_a_capture_receives_into_memory_of_its_own(monkeypatch):
+    """The graph would write into memory that a failed iteration has given back."""
+    with prepared() as chunks:
+        bits(chunks, num_microbatches=4)
+        (links,) = combined_1f1b.registration._current()._links.values()
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert sum(len(link._free) for link in links._links.values()) > 0
+        links.begin()
+        assert sum(len(link._free) for link in links._links.values()) == 0
 
 
 class Seen:

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from parity_testing import run, set_flag
 
 import combined_1f1b
+from combined_1f1b import registration
 from combined_1f1b.errors import ConfigError, UnsupportedModelError
 
 pytestmark = pytest.mark.world_size(1)
@@ -325,9 +326,36 @@ def test_nested_contexts_put_the_outer_options_back():
     assert names() == before
 
 
-def test_a_name_of_megatron_that_has_gone_is_named(monkeypatch):
-    monkeypatch.delattr(schedules, NAME)
-    with pytest.raises(ImportError, match=NAME):
+def test_leaving_a_context_removes_its_own_installation_only():
+    before = names()
+    with combined_1f1b.install():
+        combined_1f1b.uninstall()
+        combined_1f1b.install()
+    assert names() != before
+    combined_1f1b.uninstall()
+    assert names() == before
+
+
+def test_a_models_own_groups_compare_the_micro_batches(device, monkeypatch):
+    """Not those of Megatron's global state, which need not be there; and new ones are compared anew."""
+    compared = []
+    gather = torch.distributed.all_gather
+    monkeypatch.setattr(torch.distributed, "all_gather", lambda *a, **o: (compared.append(o["group"]), gather(*a, **o)))
+    with parallel():
+        model = build(expert_model_parallel_size=1)
+    groups = model.module.pg_collection
+    with combined_1f1b.install() as installation:
+        for _ in range(2):
+            installation.agree(3, model=model)
+        assert compared == [groups.dp_cp, groups.tp]
+        installation.agree(3, model=model, across_stages=True)
+        assert compared[2:] == [groups.dp_cp, groups.tp, groups.pp]
+
+
+@pytest.mark.parametrize("name", registration._ENTRY_POINTS)
+def test_a_name_of_megatron_that_has_gone_is_named(name, monkeypatch):
+    monkeypatch.delattr(schedules, name)
+    with pytest.raises(ImportError, match=name):
         combined_1f1b.install()
 
 
