@@ -115,7 +115,7 @@ class _Iteration:
         self._is_training = is_training
         self._models = _as_list(arguments["model"])
         for model in self._models:
-            check_capturable(model)
+            check_capturable(model, is_training=is_training)
         self._arguments = _fixed(arguments)
         self._settings = captured_settings(self._models)
         self._batches = [StaticBatches() for _ in self._models]

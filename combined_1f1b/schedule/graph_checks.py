@@ -22,8 +22,11 @@ def trainable_parameters(models: Sequence[torch.nn.Module]) -> Iterator[torch.nn
         yield from (parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
-def check_capturable(model: torch.nn.Module) -> None:
+def check_capturable(model: torch.nn.Module, *, is_training: bool) -> None:
     """Refuse what cannot be captured.
+
+    Args:
+        is_training: False for an evaluation, which Megatron's own driver runs whatever the flag says.
 
     Raises:
         ConfigError: the setting, why it cannot be captured, and what to set instead.
@@ -46,7 +49,7 @@ def check_capturable(model: torch.nn.Module) -> None:
         raise ConfigError.of(
             "variable_seq_lengths", True, "pipeline stages read each other's shapes on the CPU", "use fixed lengths"
         )
-    own_transfers = getattr(config, FLAG) and config.virtual_pipeline_model_parallel_size is None
+    own_transfers = is_training and getattr(config, FLAG) and config.virtual_pipeline_model_parallel_size is None
     stages = config.pipeline_model_parallel_size > 1 and not own_transfers
     if stages and config.batch_p2p_comm and config.batch_p2p_sync:
         raise ConfigError.of(

@@ -334,6 +334,20 @@ def test_what_cannot_be_captured_is_refused_before_any_work(name):
 
 
 @pytest.mark.world_size(1)
+def test_transfers_that_synchronise_are_refused_where_megatron_makes_them():
+    """Without virtual stages the schedule has its own transfers; an evaluation is Megatron's whatever the flag."""
+    model = build(expert_model_parallel_size=1, **STATIC)
+    config = config_of(model)
+    config.pipeline_model_parallel_size, config.overlap_moe_expert_parallel_comm = 2, True
+    seed(3, graphable=True)
+    graph = FullIterationGraph(lambda **arguments: arguments["forward_only"])
+    arguments = {"model": [model], "data_iterator": None, "num_microbatches": 1}
+    assert graph(**arguments, forward_only=False) is False
+    with pytest.raises(ConfigError, match=r"^batch_p2p_sync="):
+        graph(**arguments, forward_only=True)
+
+
+@pytest.mark.world_size(1)
 def test_a_graph_needs_a_warm_up():
     with pytest.raises(ConfigError, match="warmup_iterations=0"):
         FullIterationGraph(get_forward_backward_func(), warmup_iterations=0)
