@@ -99,8 +99,9 @@ def captured_settings(models: Sequence[torch.nn.Module]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for index, model in enumerate(models):
         config = get_model_config(model)
+        place = "" if config is get_model_config(models[0]) else f"model[{index}].config."
         settings |= {
-            name: value for name, value in vars(config).items() if isinstance(value, _PLAIN) or callable(value)
+            f"{place}{name}": _as_compared(value) for name, value in vars(config).items() if _is_setting(value)
         }
         settings[f"model[{index}].training"] = model.training
         for name, parameter in model.named_parameters():
@@ -111,6 +112,23 @@ def captured_settings(models: Sequence[torch.nn.Module]) -> dict[str, Any]:
         if hasattr(owner, "get_loss_scale"):
             settings["the tensor behind grad_scale_func"] = id(owner.get_loss_scale())
     return settings
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_setting, value))
+    return isinstance(value, _PLAIN) or callable(value)
+
+
+def _as_compared(value: Any) -> Any:
+    """A value that keeps what it is now, and is alike for what means the same.
+
+    Megatron's interleaved driver makes a list of one function for all chunks (`grad_sync_func`, `param_sync_func`).
+    """
+    if not isinstance(value, list):
+        return value
+    is_one_function = value and callable(value[0]) and all(each == value[0] for each in value)
+    return value[0] if is_one_function else tuple(map(_as_compared, value))
 
 
 def check_unchanged(now: dict[str, Any], then: dict[str, Any]) -> None:

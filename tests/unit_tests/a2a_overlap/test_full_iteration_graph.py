@@ -263,6 +263,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], str]] = {
         "overlap_moe_expert_parallel_comm=False",
     ),
     "scale": (lambda trainer, scaler: setattr(scaler, "scale", torch.ones(1, device="cuda")), {}, "grad_scale_func"),
+    "list": (lambda trainer, scaler: trainer.config.grad_sync_func.append(print), {}, "grad_sync_func"),
     "count": (lambda trainer, scaler: None, {"num_microbatches": 1}, "num_microbatches=1"),
     "function": (lambda trainer, scaler: None, {"step": partial(forward_step)}, "forward_step_func"),
     "iterator": (lambda trainer, scaler: None, {"data_iterator": None}, "data_iterator"),
@@ -275,6 +276,7 @@ def test_a_change_that_a_replay_would_ignore_is_refused(name):
     change, arguments, message = CHANGES[name]
     trainer, scaler = Trainer(kind="plain", captured=True), Scaler()
     trainer.config.grad_scale_func = scaler.scale_loss
+    trainer.config.grad_sync_func = [max, max]
     trainer.run(), trainer.run()
     change(trainer, scaler)
     with pytest.raises(ConfigError, match=rf"(?s){message}.*reset"):
