@@ -72,6 +72,7 @@ SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
             "main_grad",
             "_unsharded_model_weight",
             "_install_sharded_grads",
+            "_symm_mem_pool",
             "allocate_partial_grad_buffer",
             "copy_gradients_to_partial_buffer",
             "reduce_partial_gradients",
@@ -87,7 +88,10 @@ SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
         "DBuffer": (
             "layout",
             "local_buffer",
+            "mesh",
+            "offset",
             "placements",
+            "_create_or_validate_out",
             "distribute_tensors",
             "get_dtensor",
             "get_local_tensor",
@@ -347,6 +351,35 @@ def fill_missing_reduced_gradients(group: Any) -> None:
         group._install_sharded_grads()
 
 
+class _PackedGradients(DBuffer):  # type: ignore[misc, valid-type]
+    """The buffer that a unit's gradients are packed and reduced in, with the layout of what they are reduced to.
+
+    MFSDP would compute that layout anew for this buffer and for each that it makes of it, 0.6 to 0.75 ms every time.
+    """
+
+    def __init__(self, like: Any, *, placements: tuple[Any, ...], dtype: torch.dtype) -> None:
+        self.mesh, self.layout, self.placements = like.mesh, like.layout, placements
+        self.offset, numel = self.layout.get_local_range(self.mesh, placements)
+        self.local_buffer = torch.empty(numel, dtype=dtype, device=like.device)
+
+    @classmethod
+    def of(cls, group: Any) -> Any:
+        """A buffer for a group's gradients, allocated on the current stream."""
+        if group._symm_mem_pool is not None:
+            return group.allocate_partial_grad_buffer()
+        average = Partial(torch.distributed.ReduceOp.AVG)
+        dtype = group.unsharded_parameters[0].grad.dtype
+        return cls(group.main_grad, placements=(average,) * group.mesh.ndim, dtype=dtype)
+
+    def _create_or_validate_out(
+        self, out: Any, *, placements: Iterable[Any] | None = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        if out is not None:
+            return super()._create_or_validate_out(out, placements=placements, dtype=dtype)
+        placements = self.placements if placements is None else tuple(placements)
+        return _PackedGradients(self, placements=placements, dtype=dtype or self.dtype)
+
+
 def reduce_gradients(module: Any, *, factor: float, is_last: bool) -> None:
     """Pack a unit's gradients on the current stream and reduce them on the reduction stream, in MFSDP's own order.
 
@@ -361,7 +394,7 @@ def reduce_gradients(module: Any, *, factor: float, is_last: bool) -> None:
             continue
         fill_missing_gradients(group)
         with torch.cuda.stream(reduction):
-            partial = group.allocate_partial_grad_buffer()
+            partial = _PackedGradients.of(group)
         current.wait_stream(reduction)
         group.copy_gradients_to_partial_buffer(partial)
         reduction.wait_stream(current)

@@ -6,12 +6,15 @@ Run it the field's way: `torchrun --nproc-per-node N -m pytest tests/unit_tests/
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import tempfile
+from functools import cache
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.layout import GlobalLayout
 
 import combined_1f1b.host as host
 
@@ -67,6 +70,10 @@ def device():
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr("torch.distributed.distributed_c10d.ProcessGroupGloo", OneDeviceGloo)
+        # MFSDP computes the layout of a buffer for each reduction, in most of a millisecond.
+        patch.setattr(GlobalLayout, "build", cache(GlobalLayout.build))
+        gc.collect()
+        gc.freeze()  # what the imports left is nobody's garbage: tests that collect look at their own objects
         address = {} if "RANK" in os.environ else {"init_method": f"file://{folder}/store", "rank": 0, "world_size": 1}
         torch.distributed.init_process_group(backend, timeout=TIMEOUT, **address)
         try:
