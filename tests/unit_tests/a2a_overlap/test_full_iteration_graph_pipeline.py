@@ -42,11 +42,13 @@ def _nothing_to_do(_parameters: Any) -> None:
 def train(*, captured: bool, combined: bool, vpp: int | None) -> tuple[Any, ...]:
     """SGD steps; losses (on the last stage) and parameters."""
     chunks = [build_stage(stage, vpp) for stage in ([None] if vpp is None else range(vpp))]
-    for chunk in chunks:
-        chunk.config.overlap_moe_expert_parallel_comm = combined
-        chunk.config.deallocate_pipeline_outputs = True  # outputs are replaced behind the graph's back
-        if vpp is not None:
-            chunk.config.grad_sync_func = _nothing_to_do  # of which Megatron's interleaved driver makes a list
+    config = chunks[0].config
+    config.overlap_moe_expert_parallel_comm = combined
+    config.deallocate_pipeline_outputs = True  # outputs are replaced behind the graph's back
+    if vpp is not None:
+        config.grad_sync_func = _nothing_to_do  # of which Megatron's interleaved driver makes a list
+    for module in (module for chunk in chunks for module in chunk.modules() if hasattr(module, "config")):
+        module.config = config  # chunks share one in Megatron's loop
     optimizer = torch.optim.SGD([parameter for chunk in chunks for parameter in chunk.parameters()], lr=0.5)
     function = get_forward_backward_func()
     call = FullIterationGraph(function, warmup_iterations=1) if captured else function
