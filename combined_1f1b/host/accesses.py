@@ -9,15 +9,35 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import ProcessGroup
 
 Stream = Any
-"""A HostStream, or the name of a process group for the stream that its asynchronous collectives run on."""
+"""A HostStream or a GroupStream."""
 
 _METADATA_ONLY = re.compile("new_.*|.*_like|set_|is_pinned|_unsafe_view")
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _EXECUTOR = ("combined_1f1b.schedule.executor", "execute", "issue")  # module, function, and its variable of an Issue
 _SYNCHRONISING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MASKS = (torch.bool, torch.uint8)
+
+
+class GroupStream(NamedTuple):
+    """A stream of a process group's own, on which its asynchronous operations run, as NCCL's do.
+
+    Collectives share one; transfers to and from a peer have another, so that no wait for the one covers the other.
+
+    Attributes:
+        group: name of the process group.
+        peer: rank in the group with which transfers are exchanged; None for the collectives' stream.
+    """
+
+    group: str
+    peer: int | None
+
+    def __str__(self) -> str:
+        if self.peer is None:
+            return f"the collectives' stream of group {self.group}"
+        return f"the stream of group {self.group} for transfers with its rank {self.peer}"
 
 
 class Access(NamedTuple):
@@ -60,7 +80,7 @@ def place_of_call() -> tuple[tuple[str, int], str]:
 
 def stream_name(stream: Stream) -> str:
     """A stream as reports call it."""
-    return f"the collectives' stream of group {stream}" if isinstance(stream, str) else repr(stream)
+    return str(stream) if isinstance(stream, GroupStream) else repr(stream)
 
 
 class Signature:
@@ -80,6 +100,7 @@ class Signature:
         self._indexes = name == "index"
         self._synchronises = name == "barrier" or not _SYNCHRONISING.isdisjoint(operator.tags)
         self._async_position = names.index("async_op") if "async_op" in names else len(names)
+        self._peer_position = next((names.index(peer) for peer in ("dst", "src") if peer in names), None)
         if namespace == "prim" or _METADATA_ONLY.fullmatch(name):
             kinds: list[bool | None] = [None] * len(names)
         elif self.is_collective:
@@ -112,6 +133,12 @@ class Signature:
     def is_asynchronous(self, args: tuple[Any, ...]) -> bool:
         """Whether a collective only begins here. Sending and receiving always do."""
         return self.is_collective and (len(args) <= self._async_position or bool(args[self._async_position]))
+
+    def group_stream(self, args: tuple[Any, ...]) -> GroupStream:
+        """Where an asynchronous collective or transfer runs."""
+        group = next(value for value in args if isinstance(value, torch.ScriptObject))
+        peer = None if self._peer_position is None else int(args[self._peer_position])
+        return GroupStream(ProcessGroup.unbox(group).group_name, peer)
 
 
 class Memory:

@@ -4,6 +4,9 @@
     joining   another stream enters the capture when it waits for an event that was recorded in it
     leaving   all work in a stream that joined has to be waited for by the origin before capture_end
 
+An asynchronous collective or transfer runs on a stream of its group's, as NCCL's do: that stream joins where it starts,
+and `Work.wait` lets the stream that is current then wait for it.
+
 A rule that is broken raises what CUDA raises, and invalidates the capture: every later operation in it and capture_end
 fail too, and eager work goes on as before. Which streams have seen each other's work is kept as vector clocks: for each
 stream of the capture, how many operations of every stream come before its next one.
@@ -12,8 +15,9 @@ stream of the capture, how many operations of every stream come before its next 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from combined_1f1b.host.accesses import GroupStream
 from combined_1f1b.host.capture_errors import CaptureFault
 from combined_1f1b.host.steps import Step, StreamStep
 
@@ -22,9 +26,17 @@ if TYPE_CHECKING:
 
     from combined_1f1b.host.streams import HostEvent, HostStream
 
-type Clock = dict[HostStream, int]
+type Clock = dict[HostStream | GroupStream, int]
 
 ERROR_MODES = ("global", "thread_local", "relaxed")
+
+
+class Started(NamedTuple):
+    """An asynchronous operation in a capture: its name, the group's stream that it runs on, and that stream's clock."""
+
+    operation: str
+    own: GroupStream
+    clock: Clock
 
 
 class Capture:
@@ -45,7 +57,8 @@ class Capture:
         self.is_invalidated = False
         self._error_mode = error_mode
         self._thread = threading.get_ident()
-        self._clocks: dict[HostStream, Clock] = {origin: {}}
+        self._clocks: dict[HostStream | GroupStream, Clock] = {origin: {}}
+        self._started: list[Started] = []
 
     def __contains__(self, stream: HostStream | None) -> bool:
         return stream in self._clocks
@@ -71,6 +84,18 @@ class Capture:
         """An operation was issued to a stream of the capture."""
         clock = self._clocks[stream]
         clock[stream] = clock.get(stream, 0) + 1
+
+    def start(self, operation: str, own: GroupStream, stream: HostStream) -> Started:
+        """An asynchronous operation of a process group was issued to a stream of the capture."""
+        clock = self._clocks.setdefault(own, {})
+        _advance(clock, self._clocks[stream])
+        clock[own] = clock.get(own, 0) + 1
+        self._started.append(Started(operation, own, dict(clock)))
+        return self._started[-1]
+
+    def join(self, stream: HostStream, started: Started | None) -> None:
+        """`Work.wait` on this stream, for an operation of the capture or, None, for one that started outside."""
+        self._order(stream, None if started is None else started.clock, "an asynchronous collective or transfer")
 
     def observe(self, reported: StreamStep) -> None:
         """Apply the rule for what happened to a stream or an event; see `host.observing`."""
@@ -106,12 +131,19 @@ class Capture:
         self.require_valid(self.origin)
         seen = self._clocks[self.origin]
         left = [
-            stream
+            repr(stream)
             for stream, clock in self._clocks.items()
-            if stream != self.origin and clock.get(stream, 0) > seen.get(stream, 0)
+            if not isinstance(stream, GroupStream)
+            and stream != self.origin
+            and clock.get(stream, 0) > seen.get(stream, 0)
+        ]
+        left += [
+            f"{started.operation} on {started.own}: no Work.wait joins it"
+            for started in self._started
+            if started.clock[started.own] > seen.get(started.own, 0)
         ]
         if left:
-            raise self.fail(CaptureFault.UNJOINED, f"{self.origin!r} has not waited for {left}")
+            raise self.fail(CaptureFault.UNJOINED, f"{self.origin!r} has not waited for {'; '.join(left)}")
 
     def _clock_of(self, event: HostEvent) -> Clock | None:
         captured = event.captured
@@ -124,19 +156,26 @@ class Capture:
             event.captured = (self, dict(self._clocks[stream]))
 
     def _wait(self, stream: HostStream, event: HostEvent) -> None:
-        theirs = self._clock_of(event)
+        if event.stream is not None:
+            self._order(stream, self._clock_of(event), repr(event))
+        elif stream in self:
+            self.require_valid(stream)
+
+    def _order(self, stream: HostStream, theirs: Clock | None, awaited: str) -> None:
+        """Let the stream's next operation come after what the other clock has; None: that of work outside."""
         if stream in self:
             self.require_valid(stream)
-            if event.stream is None:
-                return
             if theirs is None:
                 raise self.fail(
-                    CaptureFault.ISOLATION, f"{stream!r} is captured and waits for {event!r}, recorded outside"
+                    CaptureFault.ISOLATION, f"{stream!r} is captured and waits for {awaited}, recorded outside"
                 )
         elif theirs is None:
             return
         elif stream.is_default:
-            raise self.fail(CaptureFault.IMPLICIT, f"{stream!r} waits for {event!r}, recorded in the capture")
-        mine = self._clocks.setdefault(stream, {})
-        for other, count in theirs.items():
-            mine[other] = max(mine.get(other, 0), count)
+            raise self.fail(CaptureFault.IMPLICIT, f"{stream!r} waits for {awaited}, recorded in the capture")
+        _advance(self._clocks.setdefault(stream, {}), theirs)
+
+
+def _advance(clock: Clock, other: Clock) -> None:
+    for stream, number in other.items():
+        clock[stream] = max(clock.get(stream, 0), number)

@@ -12,8 +12,8 @@ Memory follows the rule of CUDA's caching allocator: what dies, or is resized, g
 it, whose next allocation may get it at once. If another stream may still be using it then, that is a use after free,
 unless `record_stream` has named that stream.
 
-Asynchronous collectives run on a stream of their group's, as NCCL's do: forked where they are called, joined to the
-stream that is current at `Work.wait`, and until then the Work keeps their tensors.
+Asynchronous collectives run on a stream of their group's, as NCCL's do, and transfers on one for each peer: forked
+where they are called, joined to the stream that is current at `Work.wait`, and until then the Work keeps their tensors.
 
 On the host device all tensors are on the CPU. Those that a GPU program would have on the CPU too are known by how they
 were made (a factory without `device` or with "cpu", the random state, or nothing but such tensors); they are never in a
@@ -43,7 +43,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -194,8 +194,7 @@ class RaceChecker(TorchDispatchMode):
         stream = torch.cuda.current_stream()
         is_asynchronous = signature.is_asynchronous(args)
         if is_asynchronous:
-            group = next(value for value in args if isinstance(value, torch.ScriptObject))
-            current, stream = stream, ProcessGroup.unbox(group).group_name
+            current, stream = stream, signature.group_stream(args)
             self._clocks.wait(stream, self._clocks.of(current))
         access = None
         if any(is_write is not None for _, _, is_write in given):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses import FakeTensor
@@ -23,7 +23,8 @@ from torch.distributed import Work
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from combined_1f1b.host.capture import Capture
+from combined_1f1b.host.accesses import Signature
+from combined_1f1b.host.capture import Capture, Started
 from combined_1f1b.host.capture_errors import CaptureFault
 from combined_1f1b.host.random import HostDefaultGenerator, HostGeneratorState
 from combined_1f1b.host.tape import (
@@ -52,6 +53,20 @@ class Placement(enum.Enum):
     DEFAULT = enum.auto()  # Python's constructors without a device mean the host
     DEVICE = enum.auto()
     HOST = enum.auto()
+
+
+class _Awaited(NamedTuple):
+    """What `Work.wait` waits for; without a collective it started outside the capture.
+
+    Attributes:
+        started: how the capture knows it, if it is asynchronous.
+        is_host: it moves memory of the host, which is no work of the graph.
+    """
+
+    work: Work
+    collective: Collective | None = None
+    started: Started | None = None
+    is_host: bool = False
 
 
 class Recording(TorchDispatchMode):
@@ -84,7 +99,7 @@ class Recording(TorchDispatchMode):
         self._born: dict[int, torch.Tensor] = {}
         self._host: dict[int, torch.Tensor] = {}
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._works: dict[int, tuple[Work, Collective]] = {}
+        self._works: dict[int, _Awaited] = {}
         self._is_suspended = False
 
     def finish(self) -> Tape:
@@ -143,9 +158,13 @@ class Recording(TorchDispatchMode):
 
     def wait(self, work: Work) -> None:
         """Python waits for a collective."""
-        _, collective = self._works.get(id(work), (None, None))
-        if collective is not None:
-            self._tape.steps.append(Wait(collective))
+        awaited = self._works.get(id(work), _Awaited(work))
+        if awaited.is_host:
+            return
+        if awaited.collective is None or awaited.started is not None:
+            self.capture.join(self._current_stream(), awaited.started)
+        if awaited.collective is not None:
+            self._tape.steps.append(Wait(awaited.collective))
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """A storage is about to be resized."""
@@ -173,7 +192,10 @@ class Recording(TorchDispatchMode):
         if any(type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for tensor in inputs):
             return NotImplemented  # a DTensor: it issues operations on its local tensor, and those are recorded
         if not self._is_device_work(func, inputs):
-            return self.mark_host(func(*args, **kwargs))
+            result = self.mark_host(func(*args, **kwargs))
+            if func.namespace == "c10d":
+                self._remember(result, is_host=True)
+            return result
         if _reads_values(func, args, kwargs):
             raise self.capture.fail(CaptureFault.UNSUPPORTED, f"{func} waits for the device")
         stream = self._current_stream()
@@ -202,8 +224,14 @@ class Recording(TorchDispatchMode):
         recorded = alias((args, kwargs))
         result = func(*args, **kwargs)
         if func.namespace == "c10d":
-            self._collective(Collective(function=func, arguments=recorded[0], keywords=recorded[1]), result)
-            self.capture.work(stream)
+            collective = Collective(function=func, arguments=recorded[0], keywords=recorded[1])
+            self._tape.steps.append(collective)
+            signature, started = Signature(func), None
+            if signature.is_asynchronous(args):
+                started = self.capture.start(signature.operation, signature.group_stream(args), stream)
+            else:
+                self.capture.work(stream)
+            self._remember(result, collective=collective, started=started)
             return result
         leaves = pytree.tree_leaves(result)
         fresh = {id(tensor) for tensor in self._fresh(result, inputs)}
@@ -220,11 +248,10 @@ class Recording(TorchDispatchMode):
             self.capture.work(stream)
         return result
 
-    def _collective(self, collective: Collective, result: Any) -> None:
-        self._tape.steps.append(collective)
+    def _remember(self, result: Any, **awaited: Any) -> None:
         for boxed in works_of(result):
             work = Work.unbox(boxed)  # the very object on which Python will wait
-            self._works[id(work)] = (work, collective)
+            self._works[id(work)] = _Awaited(work, **awaited)
 
     def _is_host(self, tensor: torch.Tensor) -> bool:
         return storage_key(tensor) in self._host
