@@ -32,7 +32,7 @@ def check_capturable(model: torch.nn.Module, *, is_training: bool) -> None:
         ConfigError: the setting, why it cannot be captured, and what to set instead.
     """
     config = get_model_config(model)
-    if torch.cuda.is_available() and torch.distributed.get_backend() == "gloo":
+    if torch.cuda.is_available() and _cuda_backend() == "gloo":
         raise ConfigError.of("backend", "gloo", "it copies through the host, which no graph captures", "use nccl")
     if config.num_moe_experts and not config.moe_pad_expert_input_to_capacity:
         raise ConfigError.of(
@@ -66,6 +66,12 @@ def check_capturable(model: torch.nn.Module, *, is_training: bool) -> None:
                 "the scale is another tensor after each change, and a replay keeps the old one",
                 "set a constant loss_scale, or train in bf16",
             )  # fmt: skip
+
+
+def _cuda_backend() -> str | None:
+    """The backend for CUDA tensors, of which `get_backend` says nothing where it was not named, or one per device."""
+    backends = (each.split(":") for each in torch.distributed.get_backend_config().split(","))
+    return dict(backends).get("cuda")
 
 
 def _check_data_parallel(model: torch.nn.Module) -> None:

@@ -22,6 +22,7 @@ from combined_1f1b import OverlapOptions
 from combined_1f1b.errors import ConfigError
 from combined_1f1b.fsdp_adapter import mfsdp_v2
 from combined_1f1b.schedule.cuda_graph import FullIterationGraph
+from combined_1f1b.schedule.graph_checks import check_capturable
 
 STATIC = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 
@@ -333,6 +334,17 @@ def test_what_cannot_be_captured_is_refused_before_any_work(name):
         graph(model=[model], data_iterator=data, num_microbatches=1)
     assert not called
     assert next(data)  # nothing was read either
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo"])
+def test_gloo_is_refused_on_a_gpu_however_it_was_named(monkeypatch, backend):
+    model = build(expert_model_parallel_size=1, **STATIC)
+    group = torch.distributed.new_group(backend=backend)
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_group", lambda: group)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"^backend='gloo'"):
+        check_capturable(model, is_training=True)
 
 
 @pytest.mark.world_size(1)
