@@ -1,4 +1,4 @@
-"""install() and uninstall(): the only contact with Megatron's entry points.
+"""install() and uninstall(): the only contact with Megatron's entry points, for the bench too (`set_aside`).
 
 Five names are rebound while installed, and put back exactly by `uninstall`:
 
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from types import TracebackType
 from typing import Any
@@ -74,7 +75,6 @@ class Installation:
         for name in _ENTRY_POINTS:
             _require(name)
         self._originals = {name: getattr(schedules, name) for name in _ENTRY_POINTS}
-        self.original_driver: Callable[..., Any] = self._originals[_DRIVER]
         self.original_post_init: Callable[[Any], None] = TransformerConfig.__post_init__
         for name, make in _ENTRY_POINTS.items():
             entry_point = make(self, self._originals[name])
@@ -89,6 +89,16 @@ class Installation:
         TransformerConfig.__post_init__ = self.original_post_init  # type: ignore[method-assign]
         for model in self._models:
             vars(model).pop(_CHUNK, None)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Megatron's own entry points for a block, flag or not: to run its combined schedule beside this package's."""
+        ours = {name: getattr(schedules, name) for name in self._originals}
+        try:
+            vars(schedules).update(self._originals)
+            yield
+        finally:
+            vars(schedules).update(ours)
 
     def __enter__(self) -> Installation:
         self._entered.append(self.replaced_options)

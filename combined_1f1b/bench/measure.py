@@ -24,10 +24,10 @@ import torch
 from combined_1f1b.bench.link import Link
 from combined_1f1b.bench.options import BUILT_IN, BenchOptions, Group, Variant
 from combined_1f1b.bench.trace import TrafficShares, read_shares
-from combined_1f1b.bench.workload import Workload, forward_backward, on_capture_stream, run_config, selected
+from combined_1f1b.bench.workload import Workload, forward_backward, run_config, selected
 from combined_1f1b.errors import ConfigError
 from combined_1f1b.registration import Installation
-from combined_1f1b.schedule.cuda_graph import FullIterationGraph
+from combined_1f1b.schedule.cuda_graph import FullIterationGraph, on_capture_stream
 from combined_1f1b.training.progress import say
 
 
@@ -177,7 +177,7 @@ class GroupMeasurement:
         assert run.workload is not None
         with (
             selected(run.variant, run.workload, self._link, self._installation),
-            on_capture_stream(self._device),
+            on_capture_stream(),
         ):
             results: list[dict[str, torch.Tensor]] = run.function(**run.workload.arguments())
         return results

@@ -12,21 +12,18 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from megatron.core.full_cuda_graph import get_shared_capture_stream
-from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-import combined_1f1b
 from combined_1f1b.bench.link import Link
 from combined_1f1b.bench.options import BUILT_IN, DEFAULT, PAIRED, BenchOptions, ModelSize, Variant
 from combined_1f1b.config import FLAG, OverlapOptions
 from combined_1f1b.registration import Installation
+from combined_1f1b.schedule.cuda_graph import on_capture_stream
 from combined_1f1b.training.config import DataConfig, DistributedConfig, GPTSettings, RunConfig
 from combined_1f1b.training.megatron_config import build_transformer_config
 from combined_1f1b.training.model import build_chunks
 from combined_1f1b.training.parallel import wrap_chunks
-
-_DRIVER = "combined_1f1b_schedule_for_no_pipelining"
 
 
 def run_config(options: BenchOptions, *, layers: str, wrapper: str, delay_wgrad: bool, ranks: int) -> RunConfig:
@@ -74,7 +71,7 @@ class Workload:
         self.size = size
         self.transformer_config = build_transformer_config(config.model)
         # AccumulateGrad nodes remember the stream on which they were made: captures need them on this one.
-        with on_capture_stream(device):
+        with on_capture_stream():
             chunks = build_chunks(config, self.transformer_config, device)
             if wrapper != "none":
                 chunks = wrap_chunks(chunks, self.transformer_config, config.distributed)
@@ -117,7 +114,6 @@ class Workload:
 @contextmanager
 def selected(variant: Variant, workload: Workload, link: Link, installation: Installation) -> Iterator[None]:
     """Run what is issued in the block under the variant's schedule and link."""
-    ours = getattr(schedules, _DRIVER)
     options = installation.options
     config = workload.transformer_config
     flags = {FLAG: variant.schedule != DEFAULT, "delay_wgrad_compute": variant.delay_wgrad}
@@ -125,13 +121,11 @@ def selected(variant: Variant, workload: Workload, link: Link, installation: Ins
     installation.options = OverlapOptions(pair_head_and_tail=variant.schedule == PAIRED)
     link.traffic = variant.traffic
     try:
-        if variant.schedule == BUILT_IN:
-            setattr(schedules, _DRIVER, installation.original_driver)
         for name, value in flags.items():
             setattr(config, name, value)  # by assignment: TransformerConfig itself refuses the flag at EP=1
-        yield
+        with installation.set_aside() if variant.schedule == BUILT_IN else nullcontext():
+            yield
     finally:
-        setattr(schedules, _DRIVER, ours)
         installation.options = options
         link.traffic = True
         for name, value in before.items():
@@ -170,22 +164,3 @@ def _batches(size: ModelSize, device: torch.device) -> list[dict[str, torch.Tens
         }
         batches.append({name: tensor.to(device) for name, tensor in batch.items()})
     return batches
-
-
-@contextmanager
-def on_capture_stream(device: torch.device) -> Iterator[None]:
-    """Run on Megatron's shared capture stream, after and before the caller's; on the host device, where it is."""
-    if device.type != "cuda":
-        with nullcontext():
-            yield
-        return
-    caller, stream = torch.cuda.current_stream(), get_shared_capture_stream()
-    stream.wait_stream(caller)
-    with torch.cuda.stream(stream):
-        yield
-    caller.wait_stream(stream)
-
-
-def install() -> Installation:
-    """This package's schedule, for all variants; a context manager."""
-    return combined_1f1b.install()

@@ -87,7 +87,7 @@ class FullIterationGraph:
         iteration = self._iterations.get(is_training) or _Iteration(arguments, is_training=is_training)
         iteration.check(arguments)
         self._iterations[is_training] = self._last = iteration
-        with _on_capture_stream():
+        with on_capture_stream():
             arguments = {**arguments, "data_iterator": iteration.load(arguments)}
             if iteration.graph is None and iteration.calls < self._warmup_iterations:
                 iteration.run(self._function, arguments)
@@ -227,7 +227,7 @@ def _end_failed_capture(graph: torch.cuda.CUDAGraph, error: BaseException) -> No
 
 
 @contextmanager
-def _on_capture_stream() -> Iterator[None]:
+def on_capture_stream() -> Iterator[None]:
     """Run on Megatron's capture stream, on which DDP models are built too, after and before the caller's stream."""
     caller, stream = torch.cuda.current_stream(), get_shared_capture_stream()
     stream.wait_stream(caller)

@@ -10,7 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cli_testing import ending_process_groups, fails, shared_folder
+from megatron.core.pipeline_parallel import schedules
 
+import combined_1f1b
+from combined_1f1b import host
 from combined_1f1b.bench import measure, workload
 from combined_1f1b.bench.link import Link
 from combined_1f1b.bench.options import DEFAULT, OURS, PAIRED, BenchOptions, Group, Variant, sized
@@ -33,6 +36,10 @@ def run(capsys, folder, *words):
     text = capsys.readouterr().out
     torch.distributed.barrier()
     return json.loads((folder / "report.json").read_text()), text, code
+
+
+def fail(_found):
+    raise KeyError("mine")
 
 
 def variants_of(report):
@@ -188,23 +195,9 @@ def test_what_megatrons_own_schedule_cannot_do_is_a_row_and_not_an_end(capsys, t
     def cannot(*_arguments, **_options):
         raise AssertionError("the built-in cannot do this")
 
-    original = workload.selected
-
-    def selected(variant, model, link, installation):
-        installation.original_driver = cannot if variant.schedule == "built-in" else installation.original_driver
-        return original(variant, model, link, installation)
-
-    from combined_1f1b.bench import measure
-
-    monkeypatch.setattr(measure, "selected", selected)
-    from megatron.core.pipeline_parallel import schedules
-
-    driver = schedules.combined_1f1b_schedule_for_no_pipelining
+    monkeypatch.setattr(schedules, "combined_1f1b_schedule_for_no_pipelining", cannot)
     words = ("--schedules", "default,built-in", "--no-traffic", "none", "--data-parallel", "none", "--modes", "eager")
-    try:
-        report, text, code = run(capsys, tmp_path, *words)
-    finally:
-        schedules.combined_1f1b_schedule_for_no_pipelining = driver  # what was broken here was put back as broken
+    report, text, code = run(capsys, tmp_path, *words)
     assert code == 0
     assert report["groups"][0]["variants"][1]["refused"] == "AssertionError: the built-in cannot do this"
     assert "does not run" in text
@@ -281,7 +274,6 @@ def test_variants_of_a_group():
 @pytest.mark.world_size(1)
 def test_names_of_megatron_are_put_back(capsys, tmp_path):
     from megatron.core.models.common import utils
-    from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer.moe import token_dispatcher
 
     def names():
@@ -305,6 +297,39 @@ def test_names_of_megatron_are_put_back(capsys, tmp_path):
         "none",
     )
     assert names() == before
+
+
+@pytest.mark.world_size(1)
+def test_megatrons_own_names_stand_for_the_built_in_and_ours_come_back_after_an_error():
+    def names():
+        return {name: value for name, value in vars(schedules).items() if "1f1b" in name or "forward_backward" in name}
+
+    own = names()
+    with combined_1f1b.install() as installation:
+        ours = names()
+        assert ours != own
+        with pytest.raises(KeyError, match="mine"), installation.set_aside():
+            fail(found := names())
+        assert found == own
+        assert names() == ours
+    assert names() == own
+
+
+@pytest.mark.world_size(1)
+def test_a_step_that_fails_is_waited_for_too():
+    """Otherwise what the caller does next overlaps with what the step had issued."""
+    if not host.is_active():
+        pytest.skip("needs the host device, which reports waits")
+    waits = []
+
+    def observe(step):
+        if step.step is host.Step.EVENT_AWAITED:
+            waits.append((step.stream, step.event.stream))
+
+    with host.observing(observe), pytest.raises(KeyError), measure.on_capture_stream():
+        fail(stream := torch.cuda.current_stream())
+    caller = torch.cuda.current_stream()
+    assert waits == [(stream, caller), (caller, stream)]
 
 
 @pytest.mark.gpu
