@@ -11,8 +11,8 @@ and a dense last layer keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from megatron.core.utils import make_viewless_tensor
 from combined_1f1b.schedule.module_state import LayerModuleState
 from combined_1f1b.schedule.node import Node, no_record_stream
 from combined_1f1b.schedule.recorder import RecordedCall
+from combined_1f1b.schedule.shadowing import shadowed
 from combined_1f1b.schedule.shape import DENSE_PARTS, MTP_PARTS, WEIGHT_PARTS
 from combined_1f1b.schedule.shared_weights import SharedWeights
 from combined_1f1b.schedule.weight_gradients import DelayedWeights
@@ -305,7 +306,7 @@ class ModelChunk:
         if shared is None or not self.tied_embeddings:
             return nullcontext()
         weight = shared.alias(self.model.shared_embedding_or_output_weight())
-        return _shadowed(self.model, "shared_embedding_or_output_weight", lambda: weight)
+        return shadowed(self.model, shared_embedding_or_output_weight=lambda: weight)
 
 
 class _AliasedEmbedding:
@@ -318,16 +319,6 @@ class _AliasedEmbedding:
     def __call__(self, **kwargs: Any) -> Any:
         aliases = {name: self._shared.alias(weight) for name, weight in self._embedding.named_parameters()}
         return torch.func.functional_call(self._embedding, aliases, args=(), kwargs=kwargs)
-
-
-@contextmanager
-def _shadowed(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """For the length of the context, the method `name` of this one instance is `replacement`."""
-    vars(owner)[name] = replacement
-    try:
-        yield
-    finally:
-        del vars(owner)[name]
 
 
 def stage_name(layer: Any) -> str:
@@ -373,13 +364,13 @@ def _with_padding_mask(function: Callable[..., Any], moe: Any) -> Callable[..., 
     def attention(node: Node, *tensors: torch.Tensor) -> Any:
         if node.chunk_state.padding_mask is None:
             return function(node, *tensors)
-        route = type(moe).route
+        route = moe.route
 
         def route_with_mask(hidden_states: torch.Tensor) -> Any:
             # Read here: a multi-token prediction layer rolls the mask before it routes.
-            return route(moe, hidden_states, node.chunk_state.padding_mask.transpose(0, 1).bool())
+            return route(hidden_states, node.chunk_state.padding_mask.transpose(0, 1).bool())
 
-        with _shadowed(moe, "route", route_with_mask):
+        with shadowed(moe, route=route_with_mask):
             return function(node, *tensors)
 
     return attention
@@ -389,12 +380,12 @@ def _with_detached_trunk(function: Callable[..., Any], layer: Any) -> Callable[.
     """With `mtp_detach_heads` the prediction layer sends no gradient to the trunk; the callable forgets to detach."""
 
     def attention(node: Node, *tensors: torch.Tensor) -> Any:
-        get_embeddings = type(layer)._get_embeddings
+        get_embeddings = layer._get_embeddings
 
         def get_embeddings_detached(*, hidden_states: torch.Tensor, **arguments: Any) -> Any:
-            return get_embeddings(layer, hidden_states=hidden_states.detach(), **arguments)
+            return get_embeddings(hidden_states=hidden_states.detach(), **arguments)
 
-        with _shadowed(layer, "_get_embeddings", get_embeddings_detached):
+        with shadowed(layer, _get_embeddings=get_embeddings_detached):
             return function(node, *tensors)
 
     return attention

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from combined_1f1b.errors import ConfigError
+from combined_1f1b.schedule.shadowing import shadowed
 
-_SHADOWED = ("forward", "build_schedule_plan")
 _READ_ONLY = {
     torch.Tensor.data.__get__,  # type: ignore[attr-defined]
     torch.Tensor.device.__get__,  # type: ignore[attr-defined]
@@ -87,7 +87,7 @@ def record_forward_step(
     Raises:
         ConfigError: the function never calls the model, calls it twice, or changes its output.
     """
-    with _shadowed(innermost) as calls:
+    with _recording(innermost) as calls:
         output, loss_func = forward_step_func(data_iterator, model)
     if len(calls.arguments) != 1:
         times = "never calls the model" if not calls.arguments else f"calls the model {len(calls.arguments)} times"
@@ -114,7 +114,7 @@ def _modes() -> tuple[Any, ...]:
 
 
 @contextmanager
-def _shadowed(innermost: torch.nn.Module) -> Iterator[_Calls]:
+def _recording(innermost: torch.nn.Module) -> Iterator[_Calls]:
     config = innermost.config  # its dtype decides whether Float16Module converts the output
     dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
     empty = torch.empty(0, dtype=dtype, device=next(innermost.parameters()).device)
@@ -135,12 +135,5 @@ def _shadowed(innermost: torch.nn.Module) -> Iterator[_Calls]:
         calls.arguments.append(arguments)
         return calls.placeholder
 
-    before = {name: vars(innermost)[name] for name in _SHADOWED if name in vars(innermost)}
-    try:
-        for name in _SHADOWED:
-            vars(innermost)[name] = record
+    with shadowed(innermost, forward=record, build_schedule_plan=record):
         yield calls
-    finally:
-        for name in _SHADOWED:
-            vars(innermost).pop(name, None)
-        vars(innermost).update(before)

@@ -14,6 +14,7 @@ delayed weight gradients runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from combined_1f1b.errors import ConfigError
+from combined_1f1b.schedule.shadowing import shadowed
 
 _custom_forward = partial(torch.amp.custom_fwd, device_type="cuda")
 _custom_backward = partial(torch.amp.custom_bwd, device_type="cuda")
@@ -129,26 +131,27 @@ class DelayedWeights:
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.pending: Pending | None = None
         self._queued: list[Any] = []
-        self._replacements: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = []
+        self._shadows = ExitStack()
+        self._shadowed: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = []
         for module in modules:
             if _has_queue(module):
                 self._queued.append(module)
                 if not module.fuse_wgrad_accumulation:  # which returns nothing for the weights
-                    self._replacements.append((module, "forward", self._on_aliases(module, module.forward)))
+                    self._shadowed.append((module, "forward", partial(self._on_aliases, module)))
             elif isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 _check_local(module)
-                self._replacements.append((module, "_forward_impl", self._splitting(module._forward_impl)))
+                self._shadowed.append((module, "_forward_impl", self._splitting))
 
     def begin(self) -> None:
         """Replace the linears' forwards, until `reset`."""
-        for module, name, replacement in self._replacements:
-            vars(module)[name] = replacement
+        self._shadows.close()
+        for module, name, replacement in self._shadowed:
+            self._shadows.enter_context(shadowed(module, **{name: replacement(getattr(module, name))}))
 
     def reset(self) -> None:
-        """Give the linears their own forward back, and empty what a failure has left in modules' own queues."""
+        """Give the linears the forwards back that they had, and empty what a failure has left in their own queues."""
         self.pending = None
-        for module, name, _ in self._replacements:
-            vars(module).pop(name, None)
+        self._shadows.close()
         for module in self._queued:
             while not module.wgrad_store.context.empty():
                 module.wgrad_store.context.get()

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from host_models import batches, build, config_of, differing, parallel, seed, take_gradients
+from host_models import BATCH, SEQUENCE, batches, build, config_of, differing, parallel, seed, take_gradients
 from parity_testing import EXPERT_SIZE, forward_step, run, set_flag
 
 import combined_1f1b
@@ -204,6 +204,23 @@ def test_a_shadowed_method_of_the_users_own_is_put_back(model):
     run(model)
     assert vars(model.module)["forward"] is own
     assert "build_schedule_plan" not in vars(model.module)
+
+
+@pytest.mark.world_size(1)
+def test_a_route_of_the_users_own_runs_and_is_put_back(model):
+    """The schedule puts another in its place for the padding mask."""
+    mlp, masks = model.module.decoder.layers[0].mlp, []
+
+    def own(hidden_states, padding_mask=None):
+        masks.append(padding_mask)
+        return type(mlp).route(mlp, hidden_states, padding_mask)
+
+    vars(mlp)["route"] = own
+    padding = torch.zeros(BATCH, SEQUENCE, dtype=torch.bool, device="cuda")
+    change = {"padding_mask": padding}
+    run(model, step=lambda data, model: forward_step(data, model, change_batch=lambda given: {**given, **change}))
+    assert vars(mlp)["route"] is own
+    assert [tuple(mask.shape) for mask in masks] == [(SEQUENCE, BATCH)] * 3
 
 
 @pytest.mark.world_size(1)

@@ -254,6 +254,29 @@ def test_what_a_queue_assigns_is_accumulated_and_its_unfilled_buffers_reach_nobo
 
 
 @pytest.mark.world_size(1)
+def test_a_forward_that_the_user_has_set_on_a_linear_runs_and_is_put_back():
+    model = build(expert_model_parallel_size=EXPERT_SIZE, num_layers=1, **DELAYED)
+    queued, local = QueuedLinear(), model.module.decoder.layers[0].self_attention.linear_proj
+    delayed = weight_gradients.DelayedWeights([queued])
+    run(model, num_microbatches=1)
+    calls = []
+
+    def counted(plain: Any) -> Any:
+        return lambda *arguments, **options: (calls.append(plain), plain(*arguments, **options))[1]
+
+    own = [counted(queued.forward), counted(local._forward_impl)]
+    vars(queued)["forward"], vars(local)["_forward_impl"] = own
+    delayed.begin()
+    assert queued.forward is not own[0]
+    queued(torch.ones(4, 3))
+    delayed.reset()
+    local.weight.requires_grad_(False)  # else the product is split
+    run(model, num_microbatches=1)
+    assert [vars(queued)["forward"], vars(local)["_forward_impl"]] == own
+    assert len(calls) == 2
+
+
+@pytest.mark.world_size(1)
 def test_mutation_without_aliases_the_unfilled_buffers_reach_the_hooks(monkeypatch):
     monkeypatch.setattr(weight_gradients.DelayedWeights, "_on_aliases", lambda self, module, plain: plain)
     seen: list[torch.Tensor] = []
