@@ -76,7 +76,7 @@ class ScheduleDriver:
         self._unread_groups = tuple(group for unit in units if unit.name in unread for group in unit.groups)
         self._used_outside = tuple(name for name in used_outside if name in self._units)
         self._is_recording = False
-        self._overwrites = True
+        self._overwrites = False  # whether gradients are all of an iteration that is under way
         self._is_aborting = False
 
     @property
@@ -173,6 +173,7 @@ class ScheduleDriver:
         assert not self.gathered_units, f"the plan left units {self.gathered_units} gathered"
         for group in self._unread_groups:
             mfsdp_v2.fill_missing_reduced_gradients(group)
+        self._overwrites = False
 
     def abort(self) -> None:
         """Bring a failed iteration's units back to rest: joined, free, without unreduced gradients.
@@ -196,7 +197,7 @@ class ScheduleDriver:
                             mfsdp_v2.clear_gradients(group)
                     unit.is_gathered = False
             self._join()
-            self._is_aborting = False
+            self._is_aborting = self._overwrites = False
         except Exception:
             _logger.exception(
                 "the units could not be freed after a failed iteration; it is tried again at the next use"

@@ -11,7 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from sharding_testing import build, parallel, shard
+from sharding_testing import batches, build, drive, parallel, shard
 
 import combined_1f1b
 from combined_1f1b.errors import ConfigError, SurfaceError, UnsupportedModelError
@@ -87,6 +87,24 @@ def test_the_recording_driver_works_alone():
         pass
     assert driver.units == driver.trainable_units == ("L0",)
     assert driver.calls == ["GATHER.L0", "FREE.L0", "RECORDING"]
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize("before", ["nothing", "an iteration", "a failed iteration"])
+def test_gradients_of_the_user_outlive_a_failure_before_the_iteration_begins(before, device):
+    """As when another chunk of the rank cannot begin: this one is aborted too, and has reduced nothing."""
+    with parallel():
+        wrapped = shard(build())
+        driver = wrapped.sharding_driver()
+        if before == "an iteration":
+            drive(wrapped, batches(1))
+        elif before == "a failed iteration":
+            driver.begin_iteration()
+            driver.abort()
+        for parameter in wrapped.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        driver.abort()
+        assert all(parameter.grad is not None for parameter in wrapped.parameters())
 
 
 @pytest.mark.world_size(1)
