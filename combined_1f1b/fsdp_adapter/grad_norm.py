@@ -10,24 +10,27 @@ Every distinct gradient element counts once, wherever it lives::
     replicated over TP    all tensor-parallel ranks                       on the first only
     shared over stages    first and last pipeline stage                   on the first only
 
-so that one sum over the world is the square of the norm. It is taken in double precision: its single-precision value
-then does not depend on how the gradients are sharded, and two partitions clip to the same bits.
+so that one sum over the world is the square of the norm. With Megatron's distributed optimizer a rank has reduced its
+own shard of a buffer only, which the parameters do not show: such a model is refused. The norm is taken in double
+precision: its single-precision value then does not depend on how the gradients are sharded, and two partitions clip to
+the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from combined_1f1b.errors import ConfigError
+from combined_1f1b.fsdp_adapter.units import wrappers_of
 
 _EPSILON = 1.0e-6  # Megatron's, so that the coefficient is Megatron's
 
@@ -38,7 +41,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float, config: Any) -> torch.Tens
     Every rank must call it. Nothing is synchronised with the host.
 
     Args:
-        parameters: a wrapper or model, a list of them, or an iterable of parameters with their gradients in
+        parameters: a wrapper or model, a list of them, or an iterable of parameters with their gradients, reduced, in
             ``main_grad`` (Megatron-DDP) or ``grad``.
         max_norm: the largest norm allowed; must be positive, may be infinite.
         config: the model's TransformerConfig.
@@ -47,7 +50,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float, config: Any) -> torch.Tens
         The norm before clipping, a float32 tensor without dimensions on the gradients' device.
 
     Raises:
-        ConfigError: ``max_norm`` is not positive.
+        ConfigError: ``max_norm`` is not positive, or a model was wrapped for Megatron's distributed optimizer.
     """
     if not max_norm > 0.0:
         raise ConfigError.of("max_norm", max_norm, "it must be positive", "pass a positive number, or do not clip")
@@ -72,6 +75,9 @@ def grad_norm(parameters: Any, config: Any) -> torch.Tensor:
 
     Returns:
         A float32 tensor without dimensions on the gradients' device.
+
+    Raises:
+        ConfigError: a model was wrapped for Megatron's distributed optimizer.
     """
     with torch.no_grad():
         return _grad_norm(_parameters_of(parameters), config)
@@ -93,15 +99,23 @@ def _grad_norm(parameters: list[nn.Parameter], config: Any) -> torch.Tensor:
 
 
 def _parameters_of(parameters: Any) -> list[nn.Parameter]:
-    if isinstance(parameters, nn.Module):
-        return list(parameters.parameters())
     if isinstance(parameters, torch.Tensor):
         return [parameters]
-    assert isinstance(parameters, Iterable)
     listed: list[nn.Parameter] = []
-    for item in parameters:
+    for item in [parameters] if isinstance(parameters, nn.Module) else parameters:
+        if isinstance(item, nn.Module):
+            _check_complete(item)
         listed.extend(item.parameters() if isinstance(item, nn.Module) else [item])
     return listed
+
+
+def _check_complete(model: nn.Module) -> None:
+    for wrapper in wrappers_of(model):
+        if isinstance(wrapper, DistributedDataParallel) and wrapper.ddp_config.use_distributed_optimizer:
+            raise ConfigError.of(
+                "use_distributed_optimizer", True, "each rank has the reduced gradients of its own shard only",
+                "clip with Megatron's distributed optimizer, or use use_distributed_optimizer=False",
+            )  # fmt: skip
 
 
 def _local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

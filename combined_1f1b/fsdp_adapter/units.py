@@ -32,9 +32,16 @@ class UnitModule:
 
 def innermost(model: nn.Module) -> nn.Module:
     """The model itself, without precision wrappers around it."""
+    *_, model = wrappers_of(model)
+    return model
+
+
+def wrappers_of(model: nn.Module) -> Iterator[nn.Module]:
+    """What is around a model, from outside, and the model itself last."""
+    yield model
     while isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
-    return model
+        yield model
 
 
 def experts_of(layer: nn.Module) -> nn.Module | None:

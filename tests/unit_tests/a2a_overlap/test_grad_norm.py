@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from sharding_testing import PlainReference, batches, build, drive, hooked, loss_of, parallel, sgd, shard
 
 from combined_1f1b.errors import ConfigError
@@ -98,6 +99,28 @@ def test_parameters_replicated_over_tensor_parallel_ranks_count_once(device):
         total = sum(halves)
         dist.all_reduce(total)
         assert torch.equal(norm, (total + sum(whole)).sqrt().float())
+
+
+@pytest.mark.world_size(1, 2)
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_a_model_with_shards_of_reduced_gradients_is_refused(device, is_distributed):
+    """Otherwise every rank would count its unreduced gradients of the other ranks' shards."""
+    with parallel():
+        settings = DistributedDataParallelConfig(use_distributed_optimizer=is_distributed)
+        plain, model = build(), build()
+        ddp = DistributedDataParallel(model.config, settings, model)
+        for batch in batches(1):
+            loss_of(ddp, batch).backward()
+            loss_of(plain, batch).backward()
+        ddp.finish_grad_sync()
+        if is_distributed:
+            for call in (lambda: grad_norm(ddp, model.config), lambda: clip_grad_norm_([ddp], 1.0, model.config)):
+                with pytest.raises(ConfigError, match=r"use_distributed_optimizer=True.*own shard"):
+                    call()
+        else:
+            for parameter in plain.parameters():
+                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+            assert torch.equal(grad_norm(ddp, model.config), grad_norm(plain, model.config))
 
 
 @pytest.mark.world_size(1)
