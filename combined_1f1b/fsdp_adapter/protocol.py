@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class ShardingDriver(Protocol):
-    """Executes the sharding ops of a plan on one model chunk."""
+class RankDriver(Protocol):
+    """Executes the ops of a plan that concern all of a rank's model chunks: one's driver, or several joined."""
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -41,11 +41,6 @@ class ShardingDriver(Protocol):
         """The stream that the executor makes current for ``gather`` and ``free``."""
         ...
 
-    @property
-    def reduce_stream(self) -> torch.cuda.Stream | None:
-        """The stream that reductions run on."""
-        ...
-
     def begin_iteration(self) -> None:
         """Called once on the compute stream before any op: forks the gather stream from it."""
         ...
@@ -56,6 +51,28 @@ class ShardingDriver(Protocol):
 
     def free(self, unit: str) -> None:
         """Install the sharded parameters of a gathered unit and release the full storage, on the current stream."""
+        ...
+
+    def begin_backward(self) -> None:
+        """Called on the compute stream once per micro-batch backward, before its first reduction."""
+        ...
+
+    def finish_iteration(self) -> None:
+        """Make the current stream wait for all sharding work, and assert that every unit is free."""
+        ...
+
+    def abort(self) -> None:
+        """After a failure: free every unit, drop unreduced gradients, join the streams. Never raises."""
+        ...
+
+
+@runtime_checkable
+class ShardingDriver(RankDriver, Protocol):
+    """Executes the sharding ops of a plan on one model chunk."""
+
+    @property
+    def reduce_stream(self) -> torch.cuda.Stream | None:
+        """The stream that reductions run on."""
         ...
 
     def reduce(self, unit: str, *, is_last: bool) -> None:
@@ -80,18 +97,6 @@ class ShardingDriver(Protocol):
         Returns:
             The gradients that were there, one for each trainable parameter.
         """
-        ...
-
-    def begin_backward(self) -> None:
-        """Called on the compute stream once per micro-batch backward, before its first reduction."""
-        ...
-
-    def finish_iteration(self) -> None:
-        """Make the current stream wait for all sharding work, and assert that every unit is free."""
-        ...
-
-    def abort(self) -> None:
-        """After a failure: free every unit, drop unreduced gradients, join the streams. Never raises."""
         ...
 
     def recording(self) -> AbstractContextManager[None]:

@@ -1,19 +1,21 @@
-"""One driver for the model chunks of a pipeline rank: each unit is its own chunk's, the streams are shared."""
+"""One driver for the model chunks of a pipeline rank: each unit is its own chunk's, the streams are shared.
+
+Reductions are no part of it: a chunk's step makes them by the chunk's own driver.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from combined_1f1b.errors import ConfigError
-from combined_1f1b.fsdp_adapter.protocol import NullSharding, ShardingDriver
+from combined_1f1b.fsdp_adapter.protocol import NullSharding, RankDriver, ShardingDriver
 
 if TYPE_CHECKING:
     import torch
 
 
-def joined(drivers: Sequence[ShardingDriver]) -> ShardingDriver:
+def joined(drivers: Sequence[ShardingDriver]) -> RankDriver:
     """One driver for all chunks of a rank.
 
     Raises:
@@ -43,7 +45,7 @@ def joined(drivers: Sequence[ShardingDriver]) -> ShardingDriver:
 
 
 class SeveralChunks:
-    """The drivers of several chunks that share a context (see ``protocol.ShardingDriver``)."""
+    """The drivers of several chunks that share a context (see ``protocol.RankDriver``)."""
 
     def __init__(self, drivers: Sequence[ShardingDriver]) -> None:
         self._drivers = tuple(drivers)
@@ -65,11 +67,6 @@ class SeveralChunks:
         """The shared context's."""
         return self._drivers[0].gather_stream
 
-    @property
-    def reduce_stream(self) -> torch.cuda.Stream | None:
-        """The shared context's."""
-        return self._drivers[0].reduce_stream
-
     def begin_iteration(self) -> None:
         """Of every chunk: each looks after its own gradients; the stream is forked as often, which changes nothing."""
         for driver in self._drivers:
@@ -82,14 +79,6 @@ class SeveralChunks:
     def free(self, unit: str) -> None:
         """Of the unit's chunk."""
         self._driver_of[unit].free(unit)
-
-    def reduce(self, unit: str, *, is_last: bool) -> None:
-        """Of the unit's chunk."""
-        self._driver_of[unit].reduce(unit, is_last=is_last)
-
-    def swap_gradients(self, unit: str, gradients: Sequence[torch.Tensor | None] | None) -> list[torch.Tensor | None]:
-        """Of the unit's chunk."""
-        return self._driver_of[unit].swap_gradients(unit, gradients)
 
     def begin_backward(self) -> None:
         """Once: the reduction stream is shared."""
@@ -104,11 +93,3 @@ class SeveralChunks:
         """Of every chunk."""
         for driver in self._drivers:
             driver.abort()
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Of every chunk."""
-        with ExitStack() as stack:
-            for driver in self._drivers:
-                stack.enter_context(driver.recording())
-            yield

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from combined_1f1b.config import OverlapOptions, draws_random_numbers
 from combined_1f1b.errors import ConfigError
-from combined_1f1b.fsdp_adapter.protocol import ShardingDriver, driver_of
+from combined_1f1b.fsdp_adapter.protocol import RankDriver, driver_of
 from combined_1f1b.fsdp_adapter.several_chunks import joined
 from combined_1f1b.schedule.executor import Carried, Handler, execute
 from combined_1f1b.schedule.layer_plan import ModelChunk
@@ -76,7 +76,7 @@ def _checked_plan(**shape: Any) -> Plan:
 def plan_for(
     *,
     chunks: Sequence[ModelChunk],
-    driver: ShardingDriver,
+    driver: RankDriver,
     num_microbatches: int,
     options: OverlapOptions,
     pipeline: Pipeline,

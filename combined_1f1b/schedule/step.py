@@ -21,7 +21,7 @@ from megatron.core import utils as megatron_utils
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss, set_current_microbatch
 from megatron.core.utils import get_attr_wrapped_model, nvtx_range_pop, nvtx_range_push
 
-from combined_1f1b.fsdp_adapter.protocol import NullSharding, ShardingDriver
+from combined_1f1b.fsdp_adapter.protocol import NullSharding, RankDriver, ShardingDriver
 from combined_1f1b.schedule.executor import Handler, Issue
 from combined_1f1b.schedule.layer_plan import MicroBatch, ModelChunk
 from combined_1f1b.schedule.model_check import check_arguments
@@ -342,7 +342,7 @@ class Step:
         return nullcontext()
 
 
-def handlers_of(steps: Mapping[str, Step], driver: ShardingDriver) -> dict[Kind, Handler]:
+def handlers_of(steps: Mapping[str, Step], driver: RankDriver) -> dict[Kind, Handler]:
     """The executor's table for a plan without transfers.
 
     Args:

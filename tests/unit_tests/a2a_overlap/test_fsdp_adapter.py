@@ -11,14 +11,15 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from sharding_recording import RecordingSharding
 from sharding_testing import batches, build, drive, parallel, shard
 
 import combined_1f1b
 from combined_1f1b.errors import ConfigError, SurfaceError, UnsupportedModelError
 from combined_1f1b.fsdp_adapter import mfsdp_v2
 from combined_1f1b.fsdp_adapter.data_parallel import shard_model
-from combined_1f1b.fsdp_adapter.protocol import NullSharding, ShardingDriver, driver_of
-from combined_1f1b.fsdp_adapter.recording import RecordingSharding
+from combined_1f1b.fsdp_adapter.protocol import NullSharding, RankDriver, ShardingDriver, driver_of
+from combined_1f1b.fsdp_adapter.several_chunks import joined
 
 PACKAGE = pathlib.Path(combined_1f1b.__file__).parent
 
@@ -76,6 +77,24 @@ def test_the_recording_driver_writes_down_what_it_forwards(device):
             "FINISH_ITERATION",
             "ABORT",
         ]
+
+
+@pytest.mark.world_size(1)
+def test_several_chunks_are_driven_each_by_its_own_driver():
+    """Reductions are not asked of the joined driver: it has no method for them."""
+    first, second = RecordingSharding(units=("L0",)), RecordingSharding(units=("L1",))
+    driver = joined([first, second])
+    assert isinstance(driver, RankDriver)
+    assert not isinstance(driver, ShardingDriver)
+    assert driver.units == driver.trainable_units == ("L0", "L1")
+    driver.begin_iteration()
+    driver.gather("L1")
+    driver.begin_backward()
+    driver.free("L1")
+    driver.finish_iteration()
+    driver.abort()
+    assert first.calls == ["BEGIN_ITERATION", "BEGIN_BACKWARD", "FINISH_ITERATION", "ABORT"]
+    assert second.calls == ["BEGIN_ITERATION", "GATHER.L1", "FREE.L1", "FINISH_ITERATION", "ABORT"]
 
 
 @pytest.mark.world_size(1)
@@ -310,6 +329,6 @@ def test_one_file_imports_mfsdp_and_uses_its_private_names():
 
 @pytest.mark.world_size(1)
 def test_the_protocol_imports_neither_torch_nor_megatron():
-    program = "import sys, combined_1f1b.fsdp_adapter.recording; print({'torch', 'megatron'} & set(sys.modules))"
+    program = "import sys, combined_1f1b.fsdp_adapter.protocol; print({'torch', 'megatron'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == "set()"

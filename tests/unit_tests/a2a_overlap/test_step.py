@@ -10,12 +10,12 @@ import torch
 from host_models import build, config_of, differing, iteration, parallel, take_gradients
 from megatron.core import utils as megatron_utils
 from parity_testing import EXPERT_SIZE, run, set_flag
+from sharding_recording import RecordingSharding
 
 import combined_1f1b
 import combined_1f1b.errors
 import combined_1f1b.host as host
 from combined_1f1b.fsdp_adapter.protocol import driver_of
-from combined_1f1b.fsdp_adapter.recording import RecordingSharding
 from combined_1f1b.schedule import iteration as schedule_iteration
 from combined_1f1b.schedule.module_state import LayerModuleState
 from combined_1f1b.schedule.ops import Kind, Lane
