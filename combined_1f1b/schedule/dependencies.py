@@ -5,10 +5,10 @@
     first node of a flow        the transfer that brings what enters it, if one does
     SEND                        the flow's last node
     weight gradients            their backward node
-    node that uses a unit       the unit's latest GATHER
+    node that reads a unit      the unit's latest GATHER
     node that gives gradients   the unit's latest REDUCE (the gradients of the micro-batch before have left)
     GATHER                      the unit's latest FREE
-    FREE                        every op since the GATHER that used the unit
+    FREE                        every op since the GATHER that read the unit, and its REDUCE
     REDUCE number k of a unit   every op of micro-batch k that gives the unit gradients, and BEGIN_BACKWARD.k
 
 A flow is the forward, or the backward, of one micro-batch through one model chunk. What a flow receives and sends count
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from combined_1f1b.schedule.chunks import Chunk
 from combined_1f1b.schedule.excerpt import bad_op
 from combined_1f1b.schedule.ops import NODE_KINDS, Kind, Lane, Op
-from combined_1f1b.schedule.shape import WEIGHT_PARTS, PlanShape
+from combined_1f1b.schedule.shape import LOOKED_UP, WEIGHT_PARTS, PlanShape
 
 ISSUE_LANES = (Lane.COMPUTE, Lane.COMM, Lane.GATHER, Lane.PREVIOUS, Lane.NEXT)
 """Lanes whose streams issue ops and wait. The reduction stream is the sharding driver's."""
@@ -93,9 +93,14 @@ class _Walk:
             name: _Unit(name, name in shape.held_units, self.flows[chunk_of_unit[name]].begun)
             for name in shape.gathered_units
         }
-        self.uses = {node: tuple(self.units[name] for name in names) for node, names in nodes.items()}
+        self.forward_uses = {node: tuple(self.units[name] for name in names) for node, names in nodes.items()}
+        self.backward_uses = {
+            node: tuple(self.units[name] for name in names) for node, names in shape.backward_units.items()
+        }
         reduced = set(shape.reduced_units)
-        self.gives = {node: tuple(unit for unit in units if unit.name in reduced) for node, units in self.uses.items()}
+        self.gives = {
+            node: tuple(unit for unit in units if unit.name in reduced) for node, units in self.forward_uses.items()
+        }
         # How many ops of one micro-batch give a unit gradients.
         self.givers = dict.fromkeys(reduced, 0)
         for node, units in self.gives.items():
@@ -137,7 +142,8 @@ class _Walk:
             raise bad_op(self.ops, index, f"needs {_step_name(steps[done], op.microbatch)} first")
 
     def use_units(self, index: int, op: Op, deps: list[int]) -> None:
-        for unit in self.uses[op.stage, op.part]:
+        uses = self.forward_uses if op.kind is Kind.FORWARD else self.backward_uses
+        for unit in uses[op.stage, op.part]:
             if not unit.gathered:
                 when = f"was freed at op {unit.free}" if unit.free >= 0 else "was never gathered"
                 raise bad_op(self.ops, index, f"uses {unit.name}, which {when}")
@@ -246,7 +252,7 @@ class _Walk:
         if len(writers) < self.givers[unit.name]:
             given = f"{len(writers)} of {self.givers[unit.name]}"
             raise bad_op(self.ops, index, f"micro-batch {microbatch} has given {given} of its gradients")
-        if not unit.gathered:
+        if not unit.gathered and unit.name != LOOKED_UP:
             raise bad_op(self.ops, index, f"comes after FREE.{unit.name} at op {unit.free}")
         unit.reductions += 1
         unit.reduce = index

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from combined_1f1b.schedule.dependencies import LANE_NUMBER, dependencies, lane_count
 from combined_1f1b.schedule.ops import NODE_KINDS, Kind, Lane, Op
-from combined_1f1b.schedule.shape import PlanShape
+from combined_1f1b.schedule.shape import LOOKED_UP, PlanShape
 
 
 def add_sharding(shape: PlanShape, ops: tuple[Op, ...]) -> tuple[Op, ...]:
@@ -17,7 +17,7 @@ def add_sharding(shape: PlanShape, ops: tuple[Op, ...]) -> tuple[Op, ...]:
     flow that has entered no layer yet, when any flow enters one. So a model chunk's first units are gathered during
     whatever the plan runs before it. A unit is freed after the last use in that stage. Where no layer computes between
     the FREE and the next GATHER, the unit stays gathered instead; so it does while another flow still uses it. REDUCE
-    comes after the last gradient of a micro-batch and before the FREE.
+    comes after the last gradient of a micro-batch and before the FREE, except for weights that are only looked up.
     """
     if not shape.gathered_units:
         return ops
@@ -74,7 +74,6 @@ def _stretches(
     shape: PlanShape, ops: Sequence[Op], reductions: Mapping[int, Sequence[str]]
 ) -> list[tuple[str, int, int]]:
     """Stretches of ops during which a unit is gathered: (unit, first, last), in the order of the unit's first use."""
-    uses = shape.node_units
     layers = {stage.name for stage in shape.layer_stages}
     found: list[_Stretch] = []
     latest: dict[str, _Stretch] = {}
@@ -98,6 +97,7 @@ def _stretches(
             if op.stage in layers:
                 entered_before = entered if computed[index] > computed[entered] else entered_before
                 entered = index
+        uses = shape.node_units if op.kind is Kind.FORWARD else shape.backward_units
         for unit in uses[op.stage, op.part]:
             stretch = latest.get(unit)
             if stretch is None or computed[flow.ahead] > computed[stretch.last + 1]:
@@ -105,7 +105,8 @@ def _stretches(
                 found.append(stretch)
             stretch.last = index
         for unit in reductions.get(index, ()):
-            latest[unit].last = index
+            if unit != LOOKED_UP:
+                latest[unit].last = index
     return [(stretch.unit, stretch.first, stretch.last) for stretch in found]
 
 

@@ -25,6 +25,11 @@ WEIGHT_PARTS = ("attention", "experts", "mlp")
 """Parts whose weight gradients are an op of their own when they are delayed."""
 
 
+LOOKED_UP = "embedding"
+"""The unit whose weights a lookup reads. The gradient of a lookup needs its indices alone: it is gathered for no
+backward but that of an output layer tied to it, and its gradients are reduced whether it is gathered or not."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanShape:
     """Everything that determines a plan.
@@ -159,7 +164,7 @@ class PlanShape:
 
     @cached_property
     def node_units(self) -> dict[tuple[str, str], tuple[str, ...]]:
-        """(stage, part) -> gathered units whose parameters the node uses, in its forward as in its backward."""
+        """(stage, part) -> gathered units whose parameters the node uses: its forward reads all of them."""
         known = set(self.gathered_units)
         return {
             (stage.name, part): tuple(unit for unit in self._implied_uses(stage.name, part) if unit in known)
@@ -168,12 +173,20 @@ class PlanShape:
         }
 
     @cached_property
+    def backward_units(self) -> dict[tuple[str, str], tuple[str, ...]]:
+        """(stage, part) -> those of its units that the node's backward reads: not what its forward only looks up."""
+        return {
+            node: tuple(unit for unit in units if unit != LOOKED_UP or node[0] == "output_layer")
+            for node, units in self.node_units.items()
+        }
+
+    @cached_property
     def held_units(self) -> tuple[str, ...]:
         """Units whose gradients of one micro-batch come from both ends of the model.
 
         That is the embedding, when it is tied or multi-token prediction reads it. When two backwards are interleaved,
         the second one's early gradients arrive before the first one's reduction, and the executor keeps them apart.
-        Stages of a pipeline never interleave two backwards.
+        In a pipeline no stage has both ends: multi-token prediction reads a copy of the embedding.
         """
         both_ends = self.pp == 1 and (self.tied_embeddings or self.num_mtp_layers > 0)
         return ("embedding",) if both_ends and "embedding" in self.reduced_units else ()

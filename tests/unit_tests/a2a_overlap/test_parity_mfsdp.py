@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "one layer": {"num_layers": 1},
     "recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "the embedding indexes its weight": {"deterministic_mode": True},
 }
 FROZEN = ["embedding", "decoder.layers.0.", "decoder.layers.1.mlp.experts", "final_layernorm", "output_layer"]
 

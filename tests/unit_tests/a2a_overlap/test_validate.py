@@ -86,7 +86,6 @@ def test_missing_node(edit):
 
 def test_missing_last_node(edit):
     edit.drop("REDUCE.embedding", after="B1.embedding")
-    edit.drop("FREE.embedding", after="B1.embedding")
     edit.drop("B1.embedding")
     edit.refused("B1.embedding", "is missing")
 
@@ -195,8 +194,8 @@ def test_missing_free(edit):
 
 
 def test_unit_left_gathered(edit):
-    edit.drop("FREE.embedding", after="B1.embedding")
-    edit.refused("GATHER.embedding", "left gathered at the end of the plan")
+    edit.drop("FREE.L0", after="B1.L0.attention")
+    edit.refused("GATHER.L0", "left gathered at the end of the plan")
 
 
 def test_free_twice():
