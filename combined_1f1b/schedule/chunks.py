@@ -24,6 +24,16 @@ DENSE_PARTS = ("attention", "mlp")
 MTP_PARTS = (*MOE_PARTS, "postprocess")
 
 
+def layer_name(number: int) -> str:
+    """The stage of a decoder layer, counted from 0 through all pipeline stages."""
+    return f"L{number}"
+
+
+def predictor_name(number: int) -> str:
+    """The stage of a multi-token prediction layer, counted from 0."""
+    return f"M{number}"
+
+
 class Stage(NamedTuple):
     """A stage of the forward: its name, its parts ("" for a stage without parts) and whether it is a layer."""
 
@@ -96,11 +106,11 @@ def chunks_of(shape: PlanShape) -> tuple[Chunk, ...]:
         first = sum(counts[:here])
         stages = [_plain("embedding")] if here == 0 else []
         layers = range(first, first + counts[here])
-        stages += [Stage(f"L{layer}", MOE_PARTS if layer in moe else DENSE_PARTS, True) for layer in layers]
+        stages += [Stage(layer_name(layer), MOE_PARTS if layer in moe else DENSE_PARTS, True) for layer in layers]
         if shape.has_final_norm and here == norm_stage:
             stages.append(_plain("final_norm"))
         if here == last:
-            stages += [Stage(f"M{layer}", MTP_PARTS, True) for layer in range(shape.num_mtp_layers)]
+            stages += [Stage(predictor_name(layer), MTP_PARTS, True) for layer in range(shape.num_mtp_layers)]
             stages += [_plain("output_layer"), _plain("loss")]
         name = f"c{number}" if shape.vpp > 1 else ""
         chunks.append(Chunk(name, number, here, tuple(stages), receives=here > 0, sends=here < last))

@@ -22,11 +22,12 @@ from megatron.core.models.common.fine_grained_callables import build_layer_calla
 from megatron.core.transformer.module import float16_to_fp32
 from megatron.core.utils import make_viewless_tensor
 
+from combined_1f1b.schedule.chunks import layer_name, predictor_name
 from combined_1f1b.schedule.module_state import LayerModuleState
 from combined_1f1b.schedule.node import Node, no_record_stream
 from combined_1f1b.schedule.recorder import RecordedCall
 from combined_1f1b.schedule.shadowing import shadowed
-from combined_1f1b.schedule.shape import DENSE_PARTS, MTP_PARTS, WEIGHT_PARTS
+from combined_1f1b.schedule.shape import DENSE_PARTS, MOE_PARTS, MTP_PARTS, WEIGHT_PARTS
 from combined_1f1b.schedule.shared_weights import SharedWeights
 from combined_1f1b.schedule.weight_gradients import DelayedWeights
 
@@ -154,7 +155,9 @@ class ModelChunk:
         for index, layer in enumerate(self.mtp_layers):
             last = index == len(self.mtp_layers) - 1
             inner = layer.mtp_model_layer
-            self._add_layer(f"M{index}", layer, inner, is_first_layer=index == 0, is_last_layer=last, is_mtp=True)
+            self._add_layer(
+                predictor_name(index), layer, inner, is_first_layer=index == 0, is_last_layer=last, is_mtp=True
+            )
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -177,7 +180,7 @@ class ModelChunk:
     @property
     def first_user_of_shared_weights(self) -> NodeKey:
         """The node whose backward is the last that gives that weight a gradient."""
-        return ("embedding", "") if self.model.pre_process else ("M0", "attention")
+        return ("embedding", "") if self.model.pre_process else (predictor_name(0), MTP_PARTS[0])
 
     @property
     def has_final_norm(self) -> bool:
@@ -235,7 +238,7 @@ class ModelChunk:
         state = LayerModuleState(inner) if is_moe else None
         if state is not None:
             self.layer_states.append(state)
-        parts = MTP_PARTS if flags["is_mtp"] else ("attention", "dispatch", "experts", "combine")
+        parts = MTP_PARTS if flags["is_mtp"] else MOE_PARTS
         for part, function in zip(parts, functions, strict=False):
             if not is_moe and part in ("dispatch", "combine"):
                 continue
@@ -323,7 +326,7 @@ class _AliasedEmbedding:
 
 def stage_name(layer: Any) -> str:
     """A decoder layer's name in a plan: Megatron numbers layers from 1, through all pipeline stages."""
-    return f"L{layer.layer_number - 1}"
+    return layer_name(layer.layer_number - 1)
 
 
 def _cut_parts(model: Any) -> list[Any]:

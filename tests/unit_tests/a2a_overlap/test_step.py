@@ -17,6 +17,7 @@ import combined_1f1b.errors
 import combined_1f1b.host as host
 from combined_1f1b.fsdp_adapter.protocol import driver_of
 from combined_1f1b.schedule import iteration as schedule_iteration
+from combined_1f1b.schedule.layer_plan import ModelChunk, stage_name
 from combined_1f1b.schedule.module_state import LayerModuleState
 from combined_1f1b.schedule.ops import Kind, Lane
 from combined_1f1b.schedule.plan import Plan
@@ -87,6 +88,19 @@ def test_every_wait_of_the_plan_is_issued_on_its_lane_and_no_other(sharded):
     assert awaited["EVENT_AWAITED"] == planned + around
     assert not sharded or around >= 2 * reductions
     assert awaited["EVENT_RECORDED"] >= len(plan.signals)
+
+
+@pytest.mark.world_size(1)
+def test_a_model_is_cut_into_the_nodes_of_its_plan():
+    model = build(expert_model_parallel_size=EXPERT_SIZE, moe_layer_freq=[0, 1], mtp_num_layers=1)
+    set_flag(model, True)
+    run(model, num_microbatches=1)
+    (chunk,) = combined_1f1b.last_step().plan.shape.chunks
+    cut = ModelChunk(model.module)
+    assert [*chunk.nodes][-1] == ("loss", "")
+    assert set(cut.templates) | {("loss", "")} == set(chunk.nodes)
+    assert set(cut.templates) >= {(stage_name(layer), "attention") for layer in model.module.decoder.layers}
+    assert cut.first_user_of_shared_weights in cut.templates
 
 
 @pytest.mark.world_size(1)
