@@ -139,9 +139,9 @@ _REFUSALS = (
     ),
     _Refusal(
         "cuda_graph_impl",
-        lambda config: config.cuda_graph_impl != "none",
+        lambda config: config.cuda_graph_impl not in ("none", "full_iteration"),
         "graphs of single modules are not scheduled yet",
-        "use cuda_graph_impl='none'",
+        "use cuda_graph_impl='none' or 'full_iteration'",
     ),
     _refuse_set("cpu_offloading", "it hooks into whole layers", "use cpu_offloading=False"),
     _refuse_set(

@@ -15,7 +15,7 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoad
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from parity_testing import EXPERT_SIZE, forward_step
+from parity_testing import EXPERT_SIZE, assert_parity, forward_step
 
 import combined_1f1b
 from combined_1f1b import OverlapOptions
@@ -452,10 +452,26 @@ def wrapper():
         buffers.clear()
 
 
+FULL_ITERATION = {"cuda_graph_impl": "full_iteration", "overlap_moe_expert_parallel_comm": True}
+"""With this value Megatron's training loop uses its wrapper."""
+
+
+@pytest.mark.world_size(2)
+def test_the_setting_of_megatrons_own_wrapper_keeps_the_bits():
+    """Without drop-and-pad it also moves the dispatcher's copies to the CPU from the permutation to the all-to-all."""
+    assert_parity(num_microbatches=2, steps=1, prepare=_with_late_copies, **FULL_ITERATION)
+
+
+def _with_late_copies(model: torch.nn.Module) -> torch.nn.Module:
+    points = [layer.mlp.token_dispatcher.cuda_dtoh_point for layer in model.module.decoder.layers]
+    assert points == ["before_ep_alltoall"] * 2
+    return model
+
+
 @pytest.mark.world_size(2, on_gpu=1)
 @pytest.mark.parametrize("kind", ["sharded", "plain"])
 def test_megatrons_own_wrapper_works_around_the_schedule(kind, wrapper):
-    trainer, eager = Trainer(kind=kind, captured=False), Trainer(kind=kind, captured=False)
+    trainer, eager = (Trainer(kind=kind, captured=False, **FULL_ITERATION) for _ in range(2))
     trainer.call = wrapper(get_forward_backward_func(), cuda_graph_warmup_steps=1)
     trainer.run(), eager.run()  # it captures what Python decides: gradients must exist, and be zeroed in place
     for each in (trainer, eager):
