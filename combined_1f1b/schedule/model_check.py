@@ -47,15 +47,20 @@ def check_model(model: GPTModel, *, is_whole: bool = True) -> None:
     """
     if type(model).forward is not GPTModel.forward and not hasattr(type(model), "parameter_groups"):
         raise _unsupported(model, "overrides GPTModel.forward, which the schedule replaces")
-    layers = [*model.decoder.layers]
-    if getattr(model, "mtp_process", False):
-        layers += [layer.mtp_model_layer for layer in model.mtp.layers]
+    predictors = [layer.mtp_model_layer for layer in model.mtp.layers] if getattr(model, "mtp_process", False) else []
+    layers = [*model.decoder.layers, *predictors]
     for layer in layers:
         if not isinstance(layer, TransformerLayer):
             raise _unsupported(layer, "is not a TransformerLayer")
         for name in ("forward", "_forward_mlp"):
             if getattr(type(layer), name) is not getattr(TransformerLayer, name):
                 raise _unsupported(layer, f"overrides TransformerLayer.{name}, which the schedule replaces")
+    if not all(isinstance(layer.mlp, MoELayer) for layer in predictors):
+        raise UnsupportedModelError.of(
+            "mtp_num_layers", model.config.mtp_num_layers,
+            "Megatron's layer callables take a multi-token prediction layer with experts only, and it is built as "
+            "the last decoder layer is", "make the last layer a mixture of experts, or set mtp_num_layers=None",
+        )  # fmt: skip
     if len({id(layer.mlp) for layer in layers}) < len(layers):
         raise _unsupported(model, "has layers that share one mlp, whose gradients would accumulate in another order")
     if is_whole and not any(isinstance(layer.mlp, MoELayer) for layer in layers):

@@ -244,6 +244,14 @@ def test_a_hook_on_multi_token_prediction_that_would_not_fire_is_refused():
 
 
 @pytest.mark.world_size(1)
+def test_a_dense_multi_token_prediction_layer_is_refused():
+    model = build(expert_model_parallel_size=1, moe_layer_freq=[1, 0], mtp_num_layers=1)
+    set_flag(model, True)
+    with pytest.raises(UnsupportedModelError, match=r"mtp_num_layers=1.*last layer"):
+        run(model)
+
+
+@pytest.mark.world_size(1)
 def test_nothing_of_an_iteration_outlives_it(model):
     kept = []
 
