@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import combined_1f1b
 from combined_1f1b.schedule.cuda_graph import FullIterationGraph
+from combined_1f1b.schedule.streams import Lanes
 
 
 def sizes(vpp: int | None) -> dict[str, Any]:
@@ -39,7 +41,7 @@ def _nothing_to_do(_parameters: Any) -> None:
     """Stands for what a data-parallel wrapper would start."""
 
 
-def train(*, captured: bool, combined: bool, vpp: int | None) -> tuple[Any, ...]:
+def train(*, captured: bool, combined: bool, vpp: int | None, steps: int = 4) -> tuple[Any, ...]:
     """SGD steps; losses (on the last stage) and parameters."""
     chunks = [build_stage(stage, vpp) for stage in ([None] if vpp is None else range(vpp))]
     config = chunks[0].config
@@ -54,7 +56,7 @@ def train(*, captured: bool, combined: bool, vpp: int | None) -> tuple[Any, ...]
     call = FullIterationGraph(function, warmup_iterations=1) if captured else function
     seed(3, graphable=True)
     losses = []
-    for _ in range(4):
+    for _ in range(steps):
         reports = call(
             forward_step_func=forward_step,
             data_iterator=[batches(4) for _ in chunks] if vpp else batches(4),
@@ -82,3 +84,24 @@ def test_a_pipeline_replays(device, combined, vpp):
     ):
         reference = train(captured=False, combined=False, vpp=vpp)
         torch.testing.assert_close(train(captured=True, combined=combined, vpp=vpp), reference, rtol=0, atol=0)
+
+
+@pytest.mark.world_size(2)
+def test_without_a_join_after_the_last_sends_a_capture_fails(device, monkeypatch):
+    """Eagerly, what follows would reuse the memory that is still being sent."""
+    if torch.distributed.get_backend() == "gloo" and device.type == "cuda":
+        pytest.skip("gloo copies through the host, which no CUDA graph captures: run one rank per GPU")
+    join, calls = Lanes.join, [0]
+
+    def join_after_the_ops_only(lanes: Lanes) -> None:
+        calls[0] += 1
+        if calls[0] % 2:
+            join(lanes)
+
+    monkeypatch.setattr(Lanes, "join", join_after_the_ops_only)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda _: None)  # the other stage does not come to it
+    with combined_1f1b.install(), parallel(**sizes(None), expert_model_parallel_size=1, graphable_random_state=True):
+        # The first stage ends with a receive, which came after its last send on the stream of their peer.
+        is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        with pytest.raises(RuntimeError, match=r"Unjoined.*send") if is_last else nullcontext():
+            train(captured=True, combined=True, vpp=None, steps=2)
