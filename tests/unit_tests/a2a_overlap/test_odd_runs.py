@@ -46,7 +46,7 @@ def steps_of_one_layer(*, combined: bool, sharded: bool, steps: int) -> Any:
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize(("sharded", "steps"), [(False, 100), (True, 30)])
+@pytest.mark.parametrize(("sharded", "steps"), [(False, 50), (True, 15)])
 def test_many_steps_stay_the_same_to_the_last_bit(installed, sharded, steps):
     runs = [steps_of_one_layer(combined=combined, sharded=sharded, steps=steps) for combined in (False, True)]
     if sharded:

@@ -12,7 +12,7 @@ from parity_testing import EXPERT_SIZE, FP16, FP32, run
 
 import combined_1f1b
 
-STEPS = 3
+STEPS = 2
 CASES: dict[str, dict[str, Any]] = {
     "dropless": {},
     "tied": {"share_embeddings_and_output_weights": True},
