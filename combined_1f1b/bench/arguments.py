@@ -53,12 +53,17 @@ def add_bench_command(
         metavar="LIST",
         help="schedules that run without traffic too, or none (default: all); each graph takes memory",
     )
-    what.add_argument("--link", metavar="KIND", help="spin, copy (modelled), real or none (default: what fits here)")
+    what.add_argument(
+        "--link",
+        metavar="KIND",
+        help="spin, copy (modelled), real, slowed (real after copies) or none (default: what fits here)",
+    )
     what.add_argument("--bandwidth", type=float, default=80.0, metavar="GB/S", help="of the spinning link (default 80)")
     how = parser.add_argument_group("how")
     how.add_argument("--samples", type=int, metavar="N", help="samples of each variant (default 10; host cost 30)")
     how.add_argument("--warmup", type=int, default=2, metavar="N", help="iterations before them (default 2)")
     how.add_argument("--no-traces", dest="traces", action="store_false", help="no profiled step of each variant")
+    how.add_argument("--keep-traces", dest="trace_folder", metavar="FOLDER", help="keep those steps' Kineto traces")
     how.add_argument("--host-cost", action="store_true", help="host cost of a layer pair instead; needs no GPU")
     how.add_argument(
         "--processes", type=int, default=3, metavar="N", help="fresh processes for --host-cost (default 3)"

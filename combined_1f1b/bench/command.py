@@ -98,6 +98,7 @@ def options_of(arguments: argparse.Namespace) -> BenchOptions:
         samples=10 if arguments.samples is None else arguments.samples,
         warmup=arguments.warmup,
         traces=arguments.traces,
+        trace_folder=arguments.trace_folder,
     )
     known.check(result, has_cuda=has_cuda, ranks=ranks)
     return result

@@ -4,6 +4,7 @@
     copy   the bytes go to pinned host memory and back, through the copy engines as a network card's would
     none   nothing takes time; a single rank of the host device
     real   Megatron's all-to-all
+    slowed the same, and each rank's bytes take the way of `copy` first
 
 A modelled link gives every rank back its own tokens. `traffic` is read when an all-to-all is issued: without it the
 link takes no time, in a graph for as long as the graph lives. Numbers of a modelled link must say so.
@@ -19,6 +20,7 @@ import torch
 from megatron.core.models.common import utils as common_utils
 from megatron.core.transformer.moe import token_dispatcher
 
+from combined_1f1b.bench.options import REAL_LINKS
 from combined_1f1b.host.patch import AppliedPatches, Patch
 
 _CALIBRATION_CYCLES = 20_000_000
@@ -28,7 +30,7 @@ class Link:
     """One link. Attributes: kind; traffic: whether what is issued now takes time.
 
     Args:
-        kind: "spin", "copy", "none" or "real".
+        kind: one of `options.LINKS`.
         bandwidth: GB/s of the spinning link.
     """
 
@@ -42,6 +44,7 @@ class Link:
             "copy": "modelled: copies to pinned host memory and back",
             "none": "none: all-to-alls take no time",
             "real": f"all-to-all over {torch.distributed.get_backend()}",
+            "slowed": f"all-to-all over {torch.distributed.get_backend()}, after copies to pinned host memory and back",
         }[kind]
 
     def carry(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -51,7 +54,7 @@ class Link:
         size = tensor.numel() * tensor.element_size()
         if self.kind == "spin" and size:
             torch.cuda._sleep(max(1, round(size * self._cycles_per_byte)))
-        elif self.kind == "copy" and size:
+        elif self.kind in ("copy", "slowed") and size:
             return self._copy(tensor.contiguous(), size)
         return tensor
 
@@ -68,7 +71,7 @@ class Link:
     @property
     def has_early_frees(self) -> bool:
         """Whether the built-in schedule may free the inputs of all-to-alls and experts."""
-        return self.kind == "real" and torch.distributed.get_world_size() > 1
+        return self.kind in REAL_LINKS and torch.distributed.get_world_size() > 1
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -81,9 +84,11 @@ class Link:
         should_free_input = common_utils.should_free_input
 
         def all_to_all(group: Any, tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            if self.kind != "real" or not self.traffic:
+                tensor = _Carried.apply(tensor, self)
             if self._is_real():
-                return original(group, tensor, *arguments, **options)
-            return _Carried.apply(tensor, self)
+                tensor = original(group, tensor, *arguments, **options)
+            return tensor
 
         def frees_input(*arguments: Any) -> bool:
             return self._is_real() and self.has_early_frees and should_free_input(*arguments)
@@ -101,7 +106,7 @@ class Link:
             applied.restore()
 
     def _is_real(self) -> bool:
-        return self.kind == "real" and self.traffic
+        return self.kind in REAL_LINKS and self.traffic
 
 
 class _Carried(torch.autograd.Function):

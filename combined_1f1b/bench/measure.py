@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import gzip
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 
 from combined_1f1b.bench.link import Link
-from combined_1f1b.bench.options import BUILT_IN, BenchOptions, Group, Variant
+from combined_1f1b.bench.options import BUILT_IN, REAL_LINKS, BenchOptions, Group, Variant
 from combined_1f1b.bench.trace import TrafficShares, read_shares
 from combined_1f1b.bench.workload import Workload, forward_backward, run_config, selected
 from combined_1f1b.errors import ConfigError
@@ -171,7 +173,7 @@ class GroupMeasurement:
 
     def _link_keeps_values(self, variant: Variant) -> bool:
         """Without traffic a real link leaves every token at home, which gives other losses."""
-        return self._link.kind != "real" or variant.traffic or torch.distributed.get_world_size() == 1
+        return self._link.kind not in REAL_LINKS or variant.traffic or torch.distributed.get_world_size() == 1
 
     def _step(self, run: Run) -> list[dict[str, torch.Tensor]]:
         assert run.workload is not None
@@ -209,7 +211,15 @@ class GroupMeasurement:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(path))
+            if self._options.trace_folder is not None:
+                kept = Path(self._options.trace_folder) / self._trace_name(run)
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_bytes(gzip.compress(path.read_bytes()))
             return read_shares(path, link=self._link.kind)
+
+    def _trace_name(self, run: Run) -> str:
+        words = f"{self._group.name} {run.variant.name} rank {torch.distributed.get_rank()}"
+        return re.sub(r"[^a-z0-9]+", "-", words.lower()) + ".json.gz"
 
     def _as_dict(self, runs: list[Run]) -> dict[str, Any]:
         return {

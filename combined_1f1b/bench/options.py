@@ -19,7 +19,9 @@ SCHEDULES = (DEFAULT, BUILT_IN, OURS, PAIRED)
 MODES = ("eager", "graph")
 LAYERS = ("local", "te")
 DATA_PARALLEL = ("none", "mfsdp")
-LINKS = ("spin", "copy", "real", "none")
+LINKS = ("spin", "copy", "real", "slowed", "none")
+REAL_LINKS = ("real", "slowed")
+"""Links with tokens that really leave their rank."""
 
 _LABELS = {
     DEFAULT: "Megatron default",
@@ -111,6 +113,7 @@ class BenchOptions:
 
     no_traffic: schedules that run without traffic too. bandwidth: GB/s of the spinning link. samples: of each variant.
     warmup: iterations before them. traces: profile one more step of each variant for exposed and blocking traffic.
+    trace_folder: where those steps' Kineto traces stay.
     """
 
     preset: str
@@ -126,6 +129,7 @@ class BenchOptions:
     samples: int = 10
     warmup: int = 2
     traces: bool = True
+    trace_folder: str | None = None
 
     def groups(self) -> list[Group]:
         """The groups, in the order in which they are measured."""
@@ -213,9 +217,13 @@ def check(options: BenchOptions, *, has_cuda: bool, ranks: int) -> None:
         raise ConfigError.of(
             "--schedules", ",".join(options.schedules), "every row is compared with the default schedule", "add default"
         )
-    if options.link != "real" and ranks > 1:
+    if options.link not in REAL_LINKS and ranks > 1:
         raise ConfigError.of(
-            "--link", options.link, f"{ranks} ranks have traffic of their own", "use --link real, or one rank"
+            "--link", options.link, f"{ranks} ranks have traffic of their own", "use --link real or slowed, or one rank"
+        )
+    if options.trace_folder is not None and not (options.traces and has_cuda):
+        raise ConfigError.of(
+            "--keep-traces", options.trace_folder, "steps are profiled on a GPU, without --no-traces", "leave it out"
         )
     if options.link in ("spin", "copy") and not has_cuda:
         raise ConfigError.of("--link", options.link, "the host device has no link to model", "use --link none")

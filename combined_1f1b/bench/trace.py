@@ -19,7 +19,8 @@ from combined_1f1b.bench.intervals import Interval, difference, intersection, le
 
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 # What carries the traffic, by the kind of link; parts of a row's name.
-_TRAFFIC = {"spin": ("spin_kernel",), "copy": ("-> Pinned", "Pinned ->"), "real": ("SendRecv",)}
+_COPIES = ("-> Pinned", "Pinned ->")
+_TRAFFIC = {"spin": ("spin_kernel",), "copy": _COPIES, "real": ("SendRecv",), "slowed": ("SendRecv", *_COPIES)}
 _OTHER_COMMUNICATION = "nccl"
 LAUNCH_MICROSECONDS = 10.0
 """A kernel that waited for an event starts this soon after it."""

@@ -122,6 +122,20 @@ def test_a_real_all_to_all_with_sharding_and_delayed_weights(capsys, tmp_path):
 
 
 @pytest.mark.world_size(2)
+def test_a_slowed_link_is_the_real_one_after_copies(capsys, tmp_path, monkeypatch):
+    carried = []
+    copy = Link._copy
+    monkeypatch.setattr(Link, "_copy", lambda link, tensor, size: (carried.append(size), copy(link, tensor, size))[1])
+    words = ("--link", "slowed", "--modes", "eager", "--schedules", "default,ours", "--data-parallel", "none")
+    report, _, code = run(capsys, shared_folder(tmp_path), *words, "--no-traffic", "ours", "--samples", "1")
+    assert code == 0
+    assert report["link"]["early_frees"]
+    assert "all-to-all over gloo, after copies to pinned host memory" in report["link"]["description"]
+    assert variants_of(report)["eager", "none", OURS, "none", False]["gradients_compared"] == "equal"
+    assert carried, "nothing was slowed"
+
+
+@pytest.mark.world_size(2)
 def test_what_goes_wrong_on_one_rank_counts_on_all(capsys, tmp_path, monkeypatch):
     """Where one rank alone refused a variant, the others would measure it and wait in its collectives for ever."""
     failing = {
@@ -245,6 +259,7 @@ def test_the_host_device_has_no_link_to_model(capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has a link to model")
     assert "--link='spin'" in fails(capsys, "bench", "--link", "spin")
+    assert "--keep-traces='here'" in fails(capsys, "bench", "--keep-traces", "here")
 
 
 @pytest.mark.world_size(2)
@@ -366,6 +381,7 @@ def test_a_copying_link_gives_back_the_same_bytes_in_other_memory():
 @pytest.mark.parametrize("link", ["spin", "copy"])
 def test_modelled_traffic_is_seen_in_traces_and_times(capsys, tmp_path, link):
     words = ("--link", link, "--bandwidth", "0.01", "--data-parallel", "none", "--plots", str(tmp_path))
+    words += ("--keep-traces", str(tmp_path / "traces"))
     report, _, code = run(capsys, tmp_path, *words)
     assert code == 0
     for group in report["groups"]:
@@ -378,3 +394,6 @@ def test_modelled_traffic_is_seen_in_traces_and_times(capsys, tmp_path, link):
                 assert 0 < shares["communication"] <= shares["span"]
                 assert shares["blocking"] <= shares["exposed"] <= shares["communication"]
     assert (tmp_path / "hidden.svg").exists() or link == "copy"
+    traces = {path.name for path in (tmp_path / "traces").iterdir()}
+    assert "local-layers-graph-combined-1f1b-head-and-tail-paired-rank-0.json.gz" in traces
+    assert len(traces) == sum(entry["traffic"] for group in report["groups"] for entry in group["variants"])
