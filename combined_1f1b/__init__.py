@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 _EXPORTS = {
+    "FullIterationGraph": "combined_1f1b.schedule.cuda_graph",
     "OverlapOptions": "combined_1f1b.config",
     "enable": "combined_1f1b.registration",
     "install": "combined_1f1b.registration",
@@ -16,6 +17,7 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "FullIterationGraph",
     "OverlapOptions",
     "enable",
     "install",
