@@ -279,7 +279,6 @@ def pipelining(installation: Installation, original: Callable[..., Any]) -> Call
                 micro_batch_size=arguments["micro_batch_size"],
                 decoder_seq_length=arguments.get("decoder_seq_length"),
                 collect_non_loss_data=arguments.get("collect_non_loss_data", False),
-                first_val_step=arguments.get("first_val_step"),
                 adjust_tensor_shapes_fn=arguments.get("adjust_tensor_shapes_fn"),
                 communicator=communicator,
                 groups=groups,

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import (
-    check_first_val_step,
     clear_embedding_activation_buffer,
     finish_embedding_wgrad_compute,
     get_tensor_shapes,
@@ -49,7 +48,6 @@ class PipelineCall:
     micro_batch_size: int
     decoder_seq_length: int | None
     collect_non_loss_data: bool
-    first_val_step: bool | None
     adjust_tensor_shapes_fn: Callable[..., Any] | None
     communicator: Any
     groups: Any
@@ -198,7 +196,6 @@ def run_pipeline(
         num_microbatches=call.num_microbatches,
         config=config,
         collect_non_loss_data=call.collect_non_loss_data,
-        is_first_microbatch=lambda index: check_first_val_step(call.first_val_step, False, index == 0),
         no_sync=config.no_sync_func or nullcontext,
         synchronises=synchronises,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from parity_testing import forward_step
 from pipeline_testing import Stages, assert_same_run, run_pipeline, set_flags, train
 
 import combined_1f1b
@@ -105,6 +108,50 @@ def test_megatrons_ddp(with_function):
 
     with two_stages():
         torch.testing.assert_close(gradients(combined=True), gradients(combined=False), rtol=0, atol=0)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("with_function", [False, True], ids=["own synchronisation", "grad_sync_func"])
+def test_what_megatrons_function_does_around_its_schedule_happens_here_too(with_function):
+    def told(*, combined: bool) -> tuple[list[Any], dict[str, list[bool]]]:
+        (chunk,) = Stages(pp=2, changes={"calculate_per_token_loss": True}).build()
+        set_flags([chunk], combined)
+        config, events, inside = config_of(chunk), [], []
+        synchronised: dict[str, list[bool]] = {}
+
+        @contextmanager
+        def no_sync() -> Iterator[None]:
+            inside.append(chunk)
+            yield
+            inside.pop()
+
+        def finalize(models: list[Any], tokens: torch.Tensor, *, force_all_reduce: bool, **_: Any) -> None:
+            events.append(("finalize", len(models), int(tokens), force_all_reduce, len(inside)))
+
+        def synchronise(parameters: Any) -> None:
+            events.append(("synchronise", len(list(parameters)), len(inside)))
+
+        def step(data: Any, model: Any) -> Any:
+            def loss(output: torch.Tensor) -> Any:
+                return output.float().sum(), torch.tensor(output.numel()), {"loss": output.detach().sum()}
+
+            return forward_step(data, model, loss=loss)
+
+        config.no_sync_func, config.finalize_model_grads_func = no_sync, finalize
+        config.grad_sync_func = synchronise if with_function else None
+        chunk.set_is_first_microbatch = lambda: events.append("first micro-batch")
+        for name, parameter in chunk.named_parameters():
+            seen = synchronised.setdefault(name, [])
+            parameter.register_post_accumulate_grad_hook(lambda _, seen=seen: seen.append(not inside))
+        run_pipeline([chunk], num_microbatches=3, step=step, force_all_reduce=True)
+        return events, synchronised
+
+    with two_stages():
+        reference = told(combined=False)
+        assert told(combined=True) == reference
+        # Of the later stages' gradients none is synchronised in a backward when there is a function for it.
+        is_later = not parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        assert any(any(seen) for seen in reference[1].values()) == (not (with_function and is_later))
 
 
 @pytest.mark.world_size(2)
