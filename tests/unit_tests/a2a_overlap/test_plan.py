@@ -323,23 +323,37 @@ def test_unreadable_plans_are_refused(text, message):
 LARGE_PLAN = """
 import time
 from combined_1f1b.schedule import build_plan, simulate
+
+def yardstick():
+    start = time.process_time()
+    table = {("op", i % 64, i): [i] for i in range(400_000)}
+    sum(len(values) for values in table.values())
+    return time.process_time() - start
+
+before = yardstick()
 start = time.process_time()
 plan = build_plan(num_layers=64, num_microbatches=128, sharded=True, pair_head_and_tail=True)
 plan.validate()
 simulate(plan)
-print(time.process_time() - start)
+taken = time.process_time() - start
+print(taken, (before + yardstick()) / 2)
 """
+
+YARDSTICK = 0.3
+"""Seconds that `yardstick` in LARGE_PLAN takes on the processor for which the bar of 3 s was set (measured, idle)."""
 
 
 def test_a_large_plan_takes_under_three_seconds():
     """64 layers x 128 micro-batches, in a process of its own: in this one the collector walks the heap of all tests.
 
-    The best of up to three, since other ranks share the processor.
+    The best of up to three. A processor that is slower, or busy with others' work, is given the more time that fixed
+    work of the same kind takes it.
     """
     taken = []
     for _ in range(3):
         output = subprocess.run([sys.executable, "-c", LARGE_PLAN], capture_output=True, text=True, check=True).stdout
-        taken.append(float(output))
+        seconds, yardstick = map(float, output.split())
+        taken.append(seconds / max(1.0, yardstick / YARDSTICK))
         if taken[-1] < 3.0:
             break
     assert min(taken) < 3.0, taken
